@@ -1,0 +1,112 @@
+"""What crosses the door between the planes: a `StepPlan` goes in, a `StepResult` comes out. Numpy and numbers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastgraph.config import SamplingParams
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+NULL_SLOT = 0  # padding rows live here; no request ever does
+NULL_PAGE = 0  # padding rows write here; no request ever reads it
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a built device can hold. Slots and pages are counted without the null ones."""
+
+    slots: int
+    pages: int
+    page_size: int  # tokens a page holds
+    max_model_len: int  # tokens a request may span, prompt and answer together
+    max_step_tokens: int  # tokens one step may compute
+    vocab: int  # ids that may be sampled or prompted
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.pages * self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A slot's new tenant, with all that the device needs to know of it."""
+
+    slot: int
+    sampling: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    prompt: Int32  # [prompt tokens]
+    answer: Int32  # [generated tokens]: what a preempted request had generated before, else empty
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpan:
+    """Tokens [start, start + len(ids)) of a request, to be computed in this step."""
+
+    slot: int
+    start: int
+    ids: Int32  # [span tokens]
+    samples: bool  # the span ends the prompt, so the step samples a token after it
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of the device: set slots up, then run decode rows and prefill spans in one forward."""
+
+    number: int
+    admissions: tuple[Admission, ...]
+    page_writes: Int32  # [writes, 3] of (slot, index in its page table, page)
+    decode_slots: Int32  # [decode rows]
+    spans: tuple[PrefillSpan, ...]
+
+    @cached_property
+    def sampling_slots(self) -> Int32:
+        """The slots whose next token this step samples, in the order of the result's rows: decode rows, then spans."""
+        ends = np.array([span.slot for span in self.spans if span.samples], np.int32)
+        return np.concatenate([self.decode_slots, ends])
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decode_slots) + sum(len(span.ids) for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of the raw model, a row per sampled token."""
+
+    chosen: Float32  # [rows]
+    top_ids: Int32  # [rows, MAX_LOGPROBS]
+    top: Float32  # [rows, MAX_LOGPROBS]
+
+    def row(self, i: int) -> Logprobs:
+        return Logprobs(self.chosen[i : i + 1], self.top_ids[i : i + 1], self.top[i : i + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The tokens a step sampled; row i belongs to `plan.sampling_slots[i]`."""
+
+    tokens: Int32  # [rows]
+    logprobs: Logprobs | None  # None when no row asked
+
+
+class PendingStep(Protocol):
+    """A submitted step. `result` waits for it if it must."""
+
+    def result(self) -> StepResult: ...
+
+
+class Device(Protocol):
+    """The part of `DeviceHandle` that the control plane uses, so that a test can stand in for the device."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    def execute(self, plan: StepPlan) -> PendingStep: ...

@@ -1,0 +1,83 @@
+"""What the scheduler knows of each slot, as numpy columns: a step touches all decoding slots at once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fastgraph.config import MAX_STOP_IDS
+from fastgraph.control.plan import Int32, Limits
+from fastgraph.control.states import Request, Waiting
+
+
+class SlotTable:
+    """Row s is slot s; row 0, the null slot, stays empty.
+
+    Of a slot's sequence (prompt, then answer), `known` tokens have landed on the host, and the KV of the first
+    `scheduled` is written by steps that have been submitted. The device runs ahead of `known` by the steps in flight.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        rows = limits.slots + 1
+        self.request_id = np.zeros(rows, np.int64)
+        self.tokens = np.zeros((rows, limits.max_model_len), np.int32)
+        self.prompt = np.zeros(rows, np.int32)  # tokens of the prompt
+        self.known = np.zeros(rows, np.int32)
+        self.scheduled = np.zeros(rows, np.int32)
+        self.capacity = np.zeros(rows, np.int32)  # tokens that the slot's pages hold
+        self.limit = np.zeros(rows, np.int32)  # tokens at which the request is complete
+        self.stop_ids = np.full((rows, MAX_STOP_IDS), -1, np.int32)
+        self.min_tokens = np.zeros(rows, np.int32)
+        self.running = np.zeros(rows, bool)  # tokens that land count; false once the request is finishing
+        self.decoding = np.zeros(rows, bool)
+        self.incremental = np.zeros(rows, bool)
+
+    def admit(self, slot: int, state: Waiting) -> None:
+        request = state.request
+        prompt = len(request.prompt)
+        known = prompt + len(state.answer)
+        self.request_id[slot] = request.id
+        self.tokens[slot, :prompt] = request.prompt
+        self.tokens[slot, prompt:known] = state.answer
+        self.prompt[slot] = prompt
+        self.known[slot] = known
+        self.scheduled[slot] = self.capacity[slot] = 0
+        self.limit[slot] = request.max_length
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(request.stop_ids)] = request.stop_ids
+        self.min_tokens[slot] = request.sampling.min_tokens
+        self.running[slot] = True
+        self.decoding[slot] = False
+        self.incremental[slot] = request.incremental
+
+    def retire(self, slot: int) -> None:
+        """The slot takes part in no further step; what is in flight for it will be dropped."""
+        self.running[slot] = self.decoding[slot] = False
+
+    def answer(self, slot: int) -> Int32:
+        """The tokens generated so far, as a copy: [generated]."""
+        return self.tokens[slot, self.prompt[slot] : self.known[slot]].copy()
+
+    def ready(self) -> Int32:
+        """Slots that can decode one more token, in slot order: [rows]."""
+        # The token sampled after position `scheduled` is number scheduled + 2 of the sequence.
+        return np.flatnonzero(self.decoding & (self.scheduled + 2 <= self.limit)).astype(np.int32)
+
+    def cramped(self, slots: Int32) -> Int32:
+        """Those of `slots` whose pages have no room for the KV of the next token: [rows]."""
+        return slots[self.scheduled[slots] >= self.capacity[slots]]
+
+    def land(self, slots: Int32, tokens: Int32) -> tuple[np.ndarray, np.ndarray]:
+        """Record a sampled token each; returns two masks [rows]: ended by a stop id, ended by length.
+
+        A stop id is not part of the answer.
+        """
+        generated = self.known[slots] - self.prompt[slots]
+        stopped = (self.stop_ids[slots] == tokens[:, None]).any(1) & (generated >= self.min_tokens[slots])
+        self.tokens[slots, self.known[slots]] = tokens
+        self.known[slots] += ~stopped
+        return stopped, ~stopped & (self.known[slots] >= self.limit[slots])
+
+
+def request_fits(request: Request, limits: Limits) -> bool:
+    """Whether the whole pool could hold the request. The last token's KV is never written."""
+    return request.max_length - 1 <= limits.pool_tokens

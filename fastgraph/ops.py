@@ -1,0 +1,74 @@
+"""What a model file may call, beside torch: the ops whose implementation depends on the machine.
+
+A model file knows nothing of pages, graphs or batches. It receives a `Batch` and one `LayerCache` a layer and hands
+them on to `attention`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastgraph.kernels import attention as _attention
+
+
+class LayerCache(NamedTuple):
+    """The paged keys and values of one layer."""
+
+    k: Tensor  # [pages, page_size, kv_heads, head_dim]
+    v: Tensor  # [pages, page_size, kv_heads, head_dim]
+
+
+class Batch(NamedTuple):
+    """The tokens of one step. A row is one request's share of it: one token when decoding, a chunk when prefilling.
+
+    Rows lie back to back: row r owns tokens [query_start[r], query_start[r + 1]). Before the step, the KV of the first
+    `lengths[slots[r]]` tokens of a row is in its pages.
+    """
+
+    ids: Tensor  # [tokens] int32
+    positions: Tensor  # [tokens] int32, place in the sequence
+    sequence_lengths: Tensor  # [tokens] int32, of the token's sequence: the whole prompt's, or position + 1 past it
+    token_slots: Tensor  # [tokens] int32, the slot of each token's row
+    slots: Tensor  # [rows] int32
+    query_start: Tensor  # [rows + 1] int32
+    lengths: Tensor  # [slots] int32
+    page_table: Tensor  # [slots, pages_per_slot] int32
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, computed in float32 (arXiv:1910.07467). Same shape and dtype as x."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + d/2) of each head (arXiv:2104.09864, the half-split order of Hugging Face's checkpoints).
+
+    x: [tokens, heads, head_dim]; cos, sin: [tokens, rotary_dim / 2] float32. Heads wider than the rotary keep the rest.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]  # [tokens, 1, half]
+    a, b, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU's activation, silu(gate) * up (arXiv:2002.05202). [tokens, 2 * width] -> [tokens, width]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch, *, scale: float, window: int = 0) -> Tensor:
+    """Write k and v into the pages, then attend causally over everything the row has there.
+
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns [tokens, heads, head_dim].
+    `window` > 0 lets a token see only itself and the `window - 1` before it.
+    """
+    out = torch.empty_like(q)
+    _attention.attend(q, k, v, cache.k, cache.v, batch.page_table, batch.lengths, batch.slots, batch.query_start, out, scale, window)
+    return out
