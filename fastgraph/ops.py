@@ -63,12 +63,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch, *, scale: float, window: int = 0) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch, *, scale: float, window: int = 0
+) -> Tensor:
     """Write k and v into the pages, then attend causally over everything the row has there.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns [tokens, heads, head_dim].
     `window` > 0 lets a token see only itself and the `window - 1` before it.
     """
     out = torch.empty_like(q)
-    _attention.attend(q, k, v, cache.k, cache.v, batch.page_table, batch.lengths, batch.slots, batch.query_start, out, scale, window)
+    rows = (batch.page_table, batch.lengths, batch.slots, batch.query_start)
+    _attention.attend(q, k, v, cache.k, cache.v, *rows, out, scale, window)
     return out

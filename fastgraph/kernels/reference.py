@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,7 +28,7 @@ def attend_reference(
     Reads row boundaries and lengths on the host, so it cannot be captured in a CUDA graph.
     """
     starts = query_start.tolist()
-    counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    counts = [stop - start for start, stop in pairwise(starts)]
     before = lengths[slots]  # [rows]
     cells = _new_cells(page_table, slots, before, query_start, counts, k_cache.shape[1])
     keys, values = _cells_of(k_cache), _cells_of(v_cache)
@@ -149,7 +151,7 @@ def _attend_row(
 
 
 def _gather(cache: Tensor, pages: Tensor) -> Tensor:
-    """The cells of some pages, in order. [len(pages) * page_size, kv_heads, head_dim], a view where the pages adjoin."""
+    """The cells of some pages. [len(pages) * page_size, kv_heads, head_dim], a view where the pages adjoin."""
     listed = pages.tolist()
     if listed == list(range(listed[0], listed[0] + len(listed))):
         return _cells_of(cache[listed[0] : listed[0] + len(listed)])

@@ -1,0 +1,268 @@
+"""Llama 2, 3, 3.1, 3.2, Mistral, SmolLM2 and everything else that Hugging Face calls Llama or Mistral.
+
+The computation is that of transformers' models/llama/modeling_llama.py (arXiv:2302.13971, arXiv:2310.06825).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastgraph import ops
+from fastgraph.errors import ModelError
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The sizes and switches of a model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int  # tokens that a sequence may have, with the rope scaling
+    norm_eps: float
+    window: int  # tokens that attention looks back, itself included; 0 is all
+    tied: bool  # the head is the embedding
+    attention_bias: bool
+    mlp_bias: bool
+    rope: Mapping[str, Any]  # rope_type, rope_theta, trained_positions, and what the type needs
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Config:
+        """Read a config.json. Raises `ModelError` for what is missing or not supported."""
+        required = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+        missing = [name for name in required if raw.get(name) is None]
+        if missing:
+            raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
+        heads, positions = raw["num_attention_heads"], raw.get("max_position_embeddings") or 2048
+        kv_heads, head_dim = raw.get("num_key_value_heads") or heads, raw.get("head_dim") or raw["hidden_size"] // heads
+        mistral = "MistralForCausalLM" in raw.get("architectures", ())
+        refused = {
+            f"hidden_act={raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") not in ("silu", "swish"),
+            f"num_key_value_heads={kv_heads} of {heads} heads": heads % kv_heads != 0,
+            f"head_dim={head_dim}": head_dim % 2 != 0,
+            "rope_interleaved": bool(raw.get("rope_interleaved")),
+            "several layer_types": len(set(raw.get("layer_types") or ())) > 1,
+        }
+        if any(refused.values()):
+            raise ModelError(f"this kind of Llama is not supported: {', '.join(k for k, v in refused.items() if v)}")
+        rope = _rope_parameters(raw, positions)
+        if rope["rope_type"] in ("dynamic", "yarn"):  # max_position_embeddings may be the length before the stretch
+            positions = max(positions, int(rope["trained_positions"] * rope["factor"]))
+        return cls(
+            layers=raw["num_hidden_layers"],
+            hidden=raw["hidden_size"],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate=raw["intermediate_size"],
+            vocab=raw["vocab_size"],
+            max_positions=positions,
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            window=(raw.get("sliding_window", 4096) or 0) if mistral else 0,
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            attention_bias=bool(raw.get("attention_bias", False)) and not mistral,
+            mlp_bias=bool(raw.get("mlp_bias", False)) and not mistral,
+            rope=rope,
+        )
+
+
+def _rope_parameters(raw: Mapping[str, Any], positions: int) -> dict[str, Any]:
+    """`rope_scaling` and `rope_theta` of transformers 4, or `rope_parameters` of transformers 5, in one form."""
+    given = {k: v for k, v in (raw.get("rope_scaling") or raw.get("rope_parameters") or {}).items() if v is not None}
+    rope: dict[str, Any] = {"rope_theta": raw.get("rope_theta") or 10000.0, "rope_type": given.pop("type", "default")}
+    rope.update(given)
+    needs = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ()}
+    needs["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
+    kind = rope["rope_type"]
+    per_layer_type = any(isinstance(v, Mapping) for v in given.values())
+    if kind not in needs or per_layer_type or given.get("partial_rotary_factor", 1) != 1:
+        raise ModelError(f"rope scaling {given or kind!r} is not supported; supported types are {', '.join(needs)}")
+    lacking = [name for name in needs[kind] if name not in rope]
+    if lacking:
+        raise ModelError(f"rope scaling of type {kind} lacks {', '.join(lacking)} in the model's config.json")
+    # A dynamic rope stretches past max_position_embeddings; the others may state what length they were trained for.
+    stated = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    rope["trained_positions"] = positions if kind == "dynamic" else stated or positions
+    if kind == "yarn":
+        rope.setdefault("factor", positions / rope["trained_positions"])
+    return rope
+
+
+def frequencies(rope: Mapping[str, Any], dim: int) -> tuple[list[float], float]:
+    """Radians a position turns each pair of a head, in float64, and what cos and sin are multiplied with.
+
+    RoPE: arXiv:2104.09864. YaRN: arXiv:2309.00071. Scaling as in transformers' modeling_rope_utils.py.
+    """
+    theta, kind, trained = rope["rope_theta"], rope["rope_type"], rope["trained_positions"]
+    factor = rope.get("factor", 1.0)
+    plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    if kind == "linear":
+        return [f / factor for f in plain], 1.0
+    if kind == "llama3":  # long waves are stretched, short ones kept, those between are mixed
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = [trained * f / (2 * math.pi) for f in plain]
+        kept = [min(max((t - low) / (high - low), 0.0), 1.0) for t in turns]
+        return [f * k + f / factor * (1 - k) for f, k in zip(plain, kept, strict=True)], 1.0
+    if kind == "yarn":
+
+        def pair_that_turns(times: float) -> float:
+            return dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+        def temper(mscale: float) -> float:
+            return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+        first, last = pair_that_turns(rope.get("beta_fast") or 32), pair_that_turns(rope.get("beta_slow") or 1)
+        if rope.get("truncate", True):
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
+        span = last - first or 0.001
+        kept = [1 - min(max((i - first) / span, 0.0), 1.0) for i in range(dim // 2)]
+        mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        scale = temper(mscale) / temper(all_dim) if mscale and all_dim else temper(1.0)
+        mixed = [f * k + f / factor * (1 - k) for f, k in zip(plain, kept, strict=True)]
+        return mixed, rope.get("attention_factor", scale)
+    return plain, 1.0
+
+
+class Rope(nn.Module):
+    """cos and sin of each token's rotary angles, always in float32."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.values, self.scale = frequencies(config.rope, config.head_dim)
+        self.register_buffer("frequencies", torch.tensor(self.values, dtype=torch.float32), persistent=False)
+        self.frequencies: Tensor  # [head_dim / 2]
+        self.dynamic = config.rope["rope_type"] == "dynamic"
+        self.factor, self.trained = config.rope.get("factor", 1.0), config.rope["trained_positions"]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
+        """Follow the model to another device but not to another dtype: bfloat16 angles are useless."""
+        super()._apply(fn, recurse)
+        self.frequencies = torch.tensor(self.values, dtype=torch.float32, device=self.frequencies.device)
+        return self
+
+    def forward(self, positions: Tensor, sequence_lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """positions, sequence_lengths: [tokens] -> cos, sin: [tokens, head_dim / 2]"""
+        angles = positions.float()[:, None] * self.frequencies
+        if self.dynamic:  # NTK: theta grows with the sequence, once that is longer than the trained length
+            stretch = (self.factor * sequence_lengths.float() / self.trained - (self.factor - 1)).clamp(min=1.0)
+            pairs = torch.arange(len(self.frequencies), device=angles.device)
+            angles = angles * stretch[:, None] ** (pairs / (1 - len(self.frequencies)))
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden))
+        self.eps = config.norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.head_dim, self.window = config.head_dim, config.window
+        width = config.heads * config.head_dim
+        self.qkv = nn.Linear(config.hidden, width + 2 * config.kv_heads * config.head_dim, bias=config.attention_bias)
+        self.o = nn.Linear(width, config.hidden, bias=config.attention_bias)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: ops.LayerCache, batch: ops.Batch) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [tokens, heads + 2 * kv_heads, head_dim]
+        kv_heads = cache.k.shape[2]
+        q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        q, k = ops.rotary(q, *rope), ops.rotary(k, *rope)
+        y = ops.attention(q, k, v, cache, batch, scale=self.head_dim**-0.5, window=self.window)
+        return self.o(y.flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.hidden, 2 * config.intermediate, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(ops.silu_mul(self.gate_up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = RMSNorm(config), Attention(config)
+        self.mlp_norm, self.mlp = RMSNorm(config), MLP(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: ops.LayerCache, batch: ops.Batch) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, cache, batch)
+        return x + self.mlp(self.mlp_norm(x))  # [tokens, hidden]
+
+
+class Model(nn.Module):
+    """`forward` is `embed` and then every block; `head` follows, on the rows that are sampled."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab, config.hidden)
+        self.rope = Rope(config)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config)
+        self.output = None if config.tied else nn.Linear(config.hidden, config.vocab, bias=False)
+
+    def embed(self, batch: ops.Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The embedded tokens [tokens, hidden], and the rope that all blocks share."""
+        return self.embedding(batch.ids), self.rope(batch.positions, batch.sequence_lengths)
+
+    def forward(self, batch: ops.Batch, caches: list[ops.LayerCache]) -> Tensor:
+        """The hidden states after the last block, before the final norm. [tokens, hidden]"""
+        x, rope = self.embed(batch)
+        for block, cache in zip(self.layers, caches, strict=True):
+            x = block(x, rope, cache, batch)
+        return x
+
+    def head(self, x: Tensor) -> Tensor:
+        """Final norm and logits. [rows, hidden] -> [rows, vocab] float32"""
+        x = self.norm(x)
+        return (F.linear(x, self.embedding.weight) if self.output is None else self.output(x)).float()
+
+
+# Our parameters, and the checkpoint's that they are made of, one below the other.
+_ATTENTION, _MLP = "model.layers.{}.self_attn", "model.layers.{}.mlp"
+WEIGHTS: dict[str, str | tuple[str, ...]] = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.attention.qkv.weight": tuple(f"{_ATTENTION}.{p}_proj.weight" for p in "qkv"),
+    "layers.{}.attention.qkv.bias": tuple(f"{_ATTENTION}.{p}_proj.bias" for p in "qkv"),
+    "layers.{}.attention.o.weight": f"{_ATTENTION}.o_proj.weight",
+    "layers.{}.attention.o.bias": f"{_ATTENTION}.o_proj.bias",
+    "layers.{}.mlp_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.{}.mlp.gate_up.weight": (f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"),
+    "layers.{}.mlp.gate_up.bias": (f"{_MLP}.gate_proj.bias", f"{_MLP}.up_proj.bias"),
+    "layers.{}.mlp.down.weight": f"{_MLP}.down_proj.weight",
+    "layers.{}.mlp.down.bias": f"{_MLP}.down_proj.bias",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+# How each linear is divided among ranks: "column" by its outputs (a fused one part by part), "row" by its inputs.
+TENSOR_PARALLEL = {
+    "layers.{}.attention.qkv": "column",
+    "layers.{}.attention.o": "row",
+    "layers.{}.mlp.gate_up": "column",
+    "layers.{}.mlp.down": "row",
+    "output": "column",
+}
