@@ -57,7 +57,9 @@ class GGUFFile:
             raw = np.frombuffer(self._bytes, np.uint8, count, info.offset).reshape(*info.shape[:-1], -1)
             values: npt.NDArray[np.float32] = gguf.quants.dequantize(raw, kind)
         except (NotImplementedError, KeyError) as error:
-            raise ModelError(f"{self.path}: the gguf package cannot dequantise {name} ({error}); use another quantisation") from error
+            raise ModelError(
+                f"{self.path}: the gguf package cannot dequantise {name} ({error}); use another quantisation"
+            ) from error
         except ValueError as error:
             raise ModelError(f"{self.path} ends within {name} ({error}); download it again") from error
         return values.reshape(info.shape)

