@@ -6,33 +6,37 @@ renormalised.
 
 Tokens rank by logit, and equal logits by id, the lowest first. So top_k keeps exactly k tokens, the smallest set of
 top_p is unique, and both top_k = 1 and temperature 0 are argmax with the lowest id on a tie. Numbers that decide are
-integers where an order of summation could matter (`_mass`) and where noise is made (`_noise`), so that a row's token
+integers where an order of summation could matter (`_mass`) and where noise is made (`_bits`), so that a row's token
 depends on the row alone, and another implementation can give the same ones.
 
 A row of the null slot 0 (padding, or a chunk that does not end its prompt) gets token 0 and changes no state.
-A row with no token left above -inf, or with a NaN, gets the argmax of its raw logits: bans give way, ids stay valid.
+A row with an infinite logit gets that token. A row with all at -inf, or with a NaN, gets the argmax of its raw logits:
+bans give way, ids stay valid.
 """
 
 from __future__ import annotations
 
-from math import log
-from typing import NamedTuple
+from math import isfinite, log
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_LARGEST = torch.finfo(torch.float32).max
+Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int32])
+
 _BANNED = -torch.inf
+_MOST = 32767  # that an answer can have of a token, as int16
 
 # Noise lies within -log(24 log 2) = -2.82 and 24 log 2 = 16.64, so a token this far below the likeliest never wins.
 _REACH = 19.5
 
 # Weights are counted in units of 2^-35 of the likeliest token's: 2^18 tokens sum to 2^53, exact in float64 as well.
+# One that is further below than 35 log 2 = 24.3 counts as nothing.
 _UNIT = 2.0**35
-# Looking for the tokens of top_p, how far below the likeliest to look first, and how far next. Past 35 log 2 = 24.3
-# a weight counts as nothing.
-_DEPTHS = (4.0, 8.0, 16.0, 25.0)
+_DEPTH = 24.5
+_BUCKETS = 64  # per unit of depth, when a CPU looks for the edge of top_p
 
 
 class SamplerState(NamedTuple):
@@ -60,7 +64,7 @@ class SamplerOutput(NamedTuple):
     """What the caller owns and `sample` fills. Where nothing was asked for: 0, id -1 and -inf."""
 
     tokens: Tensor  # [rows] int32
-    logprob: Tensor  # [rows] float32, of the sampled token
+    logprobs: Tensor  # [rows] float32, of the sampled token
     top_ids: Tensor  # [rows, MAX_LOGPROBS] int32, likeliest first
     top_logprobs: Tensor  # [rows, MAX_LOGPROBS] float32
 
@@ -84,15 +88,13 @@ def _sample(logits: Tensor, slots: Tensor, vocab_limit: int, *tensors: Tensor) -
     run(logits[:, :vocab_limit], slots, state, out)
 
 
-_MUTATED = ("output_counts", *SamplerOutput._fields)
-_TENSORS = (
-    f"Tensor{f'(a{i}!)' if name in _MUTATED else ''} {name}"
-    for i, name in enumerate((*SamplerState._fields, *SamplerOutput._fields))
-)
+_WRITTEN = tuple(f"out_{name}" for name in SamplerOutput._fields)
+_NAMES = (*SamplerState._fields, *_WRITTEN)
+_TENSORS = (f"Tensor{f'(a{i}!)' if n in ('output_counts', *_WRITTEN) else ''} {n}" for i, n in enumerate(_NAMES))
 _op = torch.library.custom_op(
     "fastgraph::sample",
     _sample,
-    mutates_args=_MUTATED,
+    mutates_args=("output_counts", *_WRITTEN),
     schema=f"(Tensor logits, Tensor slots, SymInt vocab_limit, {', '.join(_TENSORS)}) -> ()",
 )
 
@@ -107,19 +109,22 @@ def _(*_: object) -> None:
 
 def _sample_batch(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerOutput) -> None:
     at = slots.long()
-    adjusted = _bias(raw, at, state)
-    in_prompt, counts = (table[at, : raw.shape[1]] for table in (state.prompt_tokens, state.output_counts))
-    adjusted = _penalise(adjusted, counts, in_prompt, at, state)
-    adjusted = _ban(adjusted, at, state)
-    values, ids = adjusted.sort(dim=-1, descending=True, stable=True)
-    drawn = _draw(_scale(values, values[:, :1], at, state), ids, at, state)
-    greedy = (state.temperature[at] == 0) | (state.top_k[at] == 1)
-    tokens = torch.where(greedy, ids[:, 0], drawn)
-    tokens = torch.where(values[:, 0] > _BANNED, tokens, raw.argmax(-1))
+    mine = SamplerState(*(table[at] for table in state))
+    vocab = raw.shape[1]
+    adjusted = _penalise(_bias(raw, mine), mine.output_counts[:, :vocab], mine.prompt_tokens[:, :vocab], mine)
+    values, ids = _ban(adjusted, mine).sort(dim=-1, descending=True, stable=True)
+    top = values[:, 0]
+    sampled = (mine.temperature > 0) & (mine.top_k != 1) & top.isfinite()
+    tokens = torch.where(sampled, _draw(_scale(values, top[:, None], mine), ids, mine), ids[:, 0])
+    tokens = torch.where(top > _BANNED, tokens, raw.argmax(-1))
     tokens = torch.where(slots > 0, tokens, 0)
-    _count(tokens, at, state)
     out.tokens.copy_(tokens)
-    _report(raw, tokens, *raw.sort(dim=-1, descending=True, stable=True), at, state, out)
+    # All rows of the null slot write the same: what is there.
+    count = mine.output_counts.gather(1, tokens[:, None])[:, 0]
+    counted = _penalised(mine) & (slots > 0) & (count < _MOST)
+    state.output_counts[at, tokens] = count + counted.to(count.dtype)
+    wanted = torch.where(slots > 0, mine.logprobs, -1)
+    _report(raw, tokens, *raw.sort(dim=-1, descending=True, stable=True), wanted, out)
 
 
 # --- on a CPU: row by row, and only the stages that the row asks for ---
@@ -127,65 +132,72 @@ def _sample_batch(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerO
 
 def _sample_rows(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerOutput) -> None:
     rows = slots.numpy()
-    temperature, top_k, reported, repetition, presence, frequency, first_bias, ban = (
-        column.numpy()[rows].tolist()
-        for column in (
-            state.temperature,
-            state.top_k,
-            state.logprobs,
-            state.repetition,
-            state.presence,
-            state.frequency,
-            state.bias_ids[:, 0],
-            state.generated < state.min_tokens,
-        )
+    wants = (
+        (state.temperature > 0) & (state.top_k != 1),
+        state.bias_ids[:, 0] >= 0,
+        _penalised(state),
+        state.generated < state.min_tokens,
+        state.logprobs,
     )
-    for row, slot in enumerate(rows.tolist()):
+    asked = zip(rows.tolist(), *(column.numpy()[rows].tolist() for column in wants), strict=True)
+    for row, (slot, sampled, biased, penalised, banned, listed) in enumerate(asked):
         if slot == 0:
             continue
-        logits, at = raw[row : row + 1], slots[row : row + 1].long()
-        penalised = repetition[row] != 1 or presence[row] != 0 or frequency[row] != 0
-        adjusted = logits
-        if first_bias[row] >= 0:
-            adjusted = _bias(adjusted, at, state)
+        logits = adjusted = raw[row : row + 1]
+        if not (sampled or biased or penalised or banned or listed >= 0):
+            out.tokens[row] = _argmax(logits)
+            continue
+        mine = SamplerState(*(table[slot : slot + 1] for table in state))
+        if biased:
+            adjusted = _bias(adjusted, mine)
         if penalised:
-            adjusted = _penalise_seen(adjusted, slot, at, state)
-        if ban[row]:
-            adjusted = _ban(adjusted, at, state)
+            adjusted = _penalise_seen(adjusted, mine)
+        if banned:
+            adjusted = _ban(adjusted, mine)
         token = _argmax(adjusted)
-        top = adjusted[:, token : token + 1]
-        if not top.item() > _BANNED:
+        top = adjusted[0, token].item()
+        if not top > _BANNED:
             token = _argmax(logits)
-        elif temperature[row] > 0 and top_k[row] != 1:
-            token = int(_draw_row(adjusted, top, at, state))
+        elif sampled and isfinite(top):
+            token = _draw_row(adjusted, token, mine)
         out.tokens[row] = token
-        if penalised:
-            _count(out.tokens[row : row + 1].long(), at, state)
-        if reported[row] >= 0:
-            best = _largest(logits, min(reported[row], logits.shape[1])) if reported[row] else (logits[:, :0],) * 2
-            mine = SamplerOutput(*(part[row : row + 1] for part in out))
-            _report(logits, mine.tokens.long(), *best, at, state, mine)
+        if penalised and mine.output_counts[0, token] < _MOST:
+            mine.output_counts[0, token] += 1
+        if listed >= 0:
+            part = SamplerOutput(*(tensor[row : row + 1] for tensor in out))
+            values, ids = _largest(logits, min(listed, logits.shape[1]))
+            _report(logits, part.tokens.long(), values, ids, mine.logprobs, part)
 
 
-def _draw_row(x: Tensor, top: Tensor, at: Tensor, state: SamplerState) -> Tensor:
-    """Draw from one row. Only tokens that can still win are ranked and given noise. x: [1, vocab] -> [1]."""
-    k, p, least = (column[at].item() for column in (state.top_k, state.top_p, state.min_p))
+def _draw_row(x: Tensor, likeliest: int, mine: SamplerState) -> int:
+    """Draw from one row. Only tokens that can still win are ranked and given noise. x: [1, vocab]."""
+    top = x[:, likeliest : likeliest + 1]
+    k, p, least = int(mine.top_k), float(mine.top_p), float(mine.min_p)
     if 0 < k < x.shape[1]:
-        values, ids = _largest(x, int(k))
-        return _draw(_scale(values, top, at, state), ids, at, state)
-    scaled = _scale(x, top, at, state)
+        values, ids = _largest(x, k)
+        return int(_draw(_scale(values, top, mine), ids, mine))
+    scaled = _scale(x, top, mine)
     if p < 1:
-        mass = _mass(scaled)
-        total = mass.sum(-1, keepdim=True)
-        for depth in _DEPTHS:
-            near = _at_least(scaled, -depth)
-            if mass[:, near].sum().double() >= _share(total, at, state):
-                break
-        ids = near[None]
-        ranked, order = scaled[:, near].sort(dim=-1, descending=True, stable=True)
-        return _draw(ranked, ids.gather(1, order), at, state, total)
-    near = _at_least(scaled, max(-_REACH, log(least) - 1e-3) if least > 0 else -_REACH)
-    return _draw(scaled[:, near], near[None], at, state)
+        ids, total = _reaching(scaled, p)
+        return int(_draw(scaled[:, ids], ids[None], mine, total))
+    ids = _at_least(scaled, max(-_REACH, log(least) - 1e-3) if least > 0 else -_REACH)
+    return int(_draw(scaled[:, ids], ids[None], mine))
+
+
+def _reaching(scaled: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """Ids of enough of one row's tokens to hold the mass of top_p, and the mass of all. scaled: [1, vocab].
+
+    Ranked where it matters: every bucket but the last is within top_p whatever its order.
+    """
+    ids = _at_least(scaled, -_DEPTH)
+    mass = _mass(scaled[0, ids])
+    total = mass.sum()
+    buckets = (scaled[0, ids] * -_BUCKETS).long()
+    reached = np.bincount(buckets.numpy(), mass.numpy()).cumsum()
+    last = int(np.searchsorted(reached, p * total.item()))
+    edge = ids[buckets == last]
+    order = scaled[0, edge].sort(descending=True, stable=True).indices
+    return torch.cat([ids[buckets < last], edge[order]]), total
 
 
 def _argmax(x: Tensor) -> int:
@@ -199,88 +211,91 @@ def _at_least(x: Tensor, floor: float) -> Tensor:
 
 def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The first k values and ids of one row's ranking, without sorting the row. x: [1, vocab] -> [1, k] twice."""
-    near = _at_least(x, x.topk(k).values[0, -1].item())
-    values, order = x[:, near].sort(dim=-1, descending=True, stable=True)
-    return values[:, :k], near[order][:, :k]
+    ids = _at_least(x, x.topk(max(k, 1)).values[0, -1].item())
+    values, order = x[:, ids].sort(dim=-1, descending=True, stable=True)
+    return values[:, :k], ids[order][:, :k]
 
 
-def _penalise_seen(x: Tensor, slot: int, at: Tensor, state: SamplerState) -> Tensor:
-    counts, in_prompt = state.output_counts[slot, : x.shape[1]], state.prompt_tokens[slot, : x.shape[1]]
+def _penalise_seen(x: Tensor, mine: SamplerState) -> Tensor:
+    counts, in_prompt = (table[0, : x.shape[1]] for table in (mine.output_counts, mine.prompt_tokens))
     seen = torch.from_numpy(np.flatnonzero(in_prompt.numpy() | (counts.numpy() > 0)))
-    return x.index_copy(1, seen, _penalise(x[:, seen], counts[seen][None], in_prompt[seen][None], at, state))
+    return x.index_copy(1, seen, _penalise(x[:, seen], counts[seen], in_prompt[seen], mine))
 
 
-# --- the stages: x is [rows, vocab], or of a row's candidates; at is [rows] int64 ---
+# --- the stages: x is [rows, vocab] or [rows, candidates], `mine` the state of each row's slot ---
 
 
-def _bias(x: Tensor, at: Tensor, state: SamplerState) -> Tensor:
-    ids = state.bias_ids[at].long()
-    used = (ids >= 0) & (ids < x.shape[1])
-    return x.scatter_add(1, torch.where(used, ids, 0), torch.where(used, state.bias_values[at], 0.0))
+def _bias(x: Tensor, mine: SamplerState) -> Tensor:
+    used = (mine.bias_ids >= 0) & (mine.bias_ids < x.shape[1])
+    return x.scatter_add(1, torch.where(used, mine.bias_ids, 0).long(), torch.where(used, mine.bias_values, 0.0))
 
 
-def _penalise(x: Tensor, counts: Tensor, in_prompt: Tensor, at: Tensor, state: SamplerState) -> Tensor:
+def _penalised(state: SamplerState) -> Tensor:
+    return (state.repetition != 1) | (state.presence != 0) | (state.frequency != 0)
+
+
+def _penalise(x: Tensor, counts: Tensor, in_prompt: Tensor, mine: SamplerState) -> Tensor:
     """Repetition as in CTRL (arXiv:1909.05858), presence and frequency as in OpenAI's API reference."""
-    column = at[:, None]
     answered = counts > 0
-    repetition = torch.where(in_prompt | answered, state.repetition[column], 1.0)
+    repetition = torch.where(in_prompt | answered, mine.repetition[:, None], 1.0)
     x = torch.where(x > 0, x / repetition, x * repetition)
-    return x - state.presence[column] * answered - state.frequency[column] * counts
+    return x - mine.presence[:, None] * answered - mine.frequency[:, None] * counts
 
 
-def _ban(x: Tensor, at: Tensor, state: SamplerState) -> Tensor:
-    ids = state.stop_ids[at].long()
-    banned = (ids >= 0) & (ids < x.shape[1]) & (state.generated[at] < state.min_tokens[at])[:, None]
-    return x.scatter_reduce(1, torch.where(banned, ids, 0), torch.where(banned, _BANNED, torch.inf), "amin")
+def _ban(x: Tensor, mine: SamplerState) -> Tensor:
+    early = (mine.generated < mine.min_tokens)[:, None]
+    banned = early & (mine.stop_ids >= 0) & (mine.stop_ids < x.shape[1])
+    ids = torch.where(banned, mine.stop_ids, 0).long()
+    return x.scatter_reduce(1, ids, torch.where(banned, _BANNED, torch.inf), "amin")
 
 
-def _scale(x: Tensor, top: Tensor, at: Tensor, state: SamplerState) -> Tensor:
-    """Temperature, on the distance from the largest logit: at most 0, and never inf - inf or 0 / 0."""
-    temperature = state.temperature[at][:, None]
-    temperature = torch.where(temperature > 0, temperature, 1.0)
-    return (x.clamp(max=_LARGEST) - top.clamp(max=_LARGEST)) / temperature
+def _scale(x: Tensor, top: Tensor, mine: SamplerState) -> Tensor:
+    """Temperature, on the distance from the largest logit: however small, it makes no inf and no 0 / 0."""
+    temperature = mine.temperature[:, None]
+    return (x - top) / torch.where(temperature > 0, temperature, 1.0)
 
 
 def _mass(scaled: Tensor) -> Tensor:
-    """Weights of a softmax as integers, whose sums no order of summation can change. [rows, n] -> [rows, n] int64."""
+    """Weights of a softmax as integers, whose sums no order of summation can change. float32 -> int64."""
     return (scaled.exp() * _UNIT).long()
 
 
-def _share(total: Tensor, at: Tensor, state: SamplerState) -> Tensor:
-    """The mass that top_p asks for. total: [rows, 1] int64 -> [rows, 1] float64."""
-    return state.top_p[at][:, None].double() * total
-
-
-def _draw(scaled: Tensor, ids: Tensor, at: Tensor, state: SamplerState, total: Tensor | None = None) -> Tensor:
+def _draw(scaled: Tensor, ids: Tensor, mine: SamplerState, total: Tensor | None = None) -> Tensor:
     """Filter, then draw by the Gumbel-max trick (arXiv:1611.00712). Returns [rows] token ids.
 
-    scaled, ids: [rows, n] candidates, ranked unless neither top_k nor top_p is asked for. total: [rows, 1] mass of all
-    tokens of the row, if the candidates are but some of them.
+    scaled, ids: [rows, n] candidates, ranked as far as top_k and top_p ask for it. total: the mass of all tokens of the
+    row, if the candidates are but some of them.
     """
-    top_k, top_p, min_p = (column[at][:, None] for column in (state.top_k, state.top_p, state.min_p))
+    top_k, top_p, min_p = (column[:, None] for column in (mine.top_k, mine.top_p, mine.min_p))
     keep = (torch.arange(ids.shape[1], device=ids.device) < top_k) | (top_k <= 0)
     mass = _mass(scaled) * keep
     total = mass.sum(-1, keepdim=True) if total is None else total
-    keep &= (mass.cumsum(-1) - mass < _share(total, at, state)) | (top_p >= 1)
+    keep &= (mass.cumsum(-1) - mass < top_p.double() * total) | (top_p >= 1)
     keep &= scaled >= min_p.log()
-    score = torch.where(keep, scaled + _noise(ids, at, state), _BANNED)
+    score = torch.where(keep, scaled + _noise(ids, mine), _BANNED)
     best = score.amax(-1, keepdim=True)
     return torch.where(score == best, ids, torch.iinfo(torch.int32).max).amin(-1)
 
 
-def _noise(ids: Tensor, at: Tensor, state: SamplerState) -> Tensor:
+def _noise(ids: Tensor, mine: SamplerState) -> Tensor:
     """Gumbel noise, a pure function of (seed, index in the answer, token id). ids: [rows, n] -> [rows, n] float32."""
-    low, high = state.seed[at].unbind(1)
-    index = state.generated[at]
-    # Two keys, as a single one of 32 bits would make different seeds meet too often.
-    first, second = (_mix(_mix(_mix(start) ^ low) ^ high)[:, None] for start in (index, index ^ 0x5BD1E995))
-    bits = _mix(_mix(ids.int() ^ first) ^ second)
+    inputs = ids.int(), mine.seed[:, :1], mine.seed[:, 1:], mine.generated[:, None]
+    # On few numbers numpy is several times as quick.
+    bits = torch.from_numpy(_bits(*(part.numpy() for part in inputs))) if ids.is_cpu else _bits(*inputs)
     # 23 bits and a half: float32 holds each of them exactly, and none is 0 or 1.
     uniform = (((bits >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23
     return -(-uniform.log()).log()
 
 
-def _mix(x: Tensor) -> Tensor:
+def _bits(ids: Integers, low: Integers, high: Integers, index: Integers) -> Integers:
+    """32 random bits for each token. All int32, of shapes that broadcast; seeds differ in `low` or `high`."""
+    # Two keys, as with a single one of 32 bits different seeds would meet too often.
+    first = _mix(_mix(_mix(index) ^ low) ^ high)
+    second = _mix(_mix(_mix(index ^ 0x5BD1E995) ^ low) ^ high)
+    return _mix(_mix(ids ^ first) ^ second)
+
+
+def _mix(x: Integers) -> Integers:
     """A bijection of int32 in which every input bit changes every output bit with a probability near one half.
 
     The function is lowbias32 of "Prospecting for Hash Functions" (Wellons, 2018, nullprogram.com/blog/2018/07/31/),
@@ -291,22 +306,12 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def _count(tokens: Tensor, at: Tensor, state: SamplerState) -> None:
-    """Add the tokens to the counts of slots that have a penalty. Of the null slot, 0 is written over 0."""
-    penalised = (state.repetition[at] != 1) | (state.presence[at] != 0) | (state.frequency[at] != 0)
-    counts = state.output_counts[at, tokens]
-    state.output_counts[at, tokens] = counts + (penalised & (at > 0) & (counts < 32767)).to(counts.dtype)
-
-
-def _report(
-    raw: Tensor, tokens: Tensor, values: Tensor, ids: Tensor, at: Tensor, state: SamplerState, out: SamplerOutput
-) -> None:
-    """Write raw log-probabilities of the tokens and the likeliest. values, ids: [rows, n], ranked."""
-    wanted = torch.where(at > 0, state.logprobs[at], -1)[:, None]
+def _report(raw: Tensor, tokens: Tensor, values: Tensor, ids: Tensor, wanted: Tensor, out: SamplerOutput) -> None:
+    """Write raw log-probabilities of the tokens and the likeliest. values, ids: [rows, n], ranked; wanted: [rows]."""
     total = raw.logsumexp(-1, keepdim=True)
     chosen = raw.gather(1, tokens[:, None]) - total
-    out.logprob.copy_(torch.where(wanted >= 0, chosen, 0.0)[:, 0])
+    out.logprobs.copy_(torch.where(wanted >= 0, chosen[:, 0], 0.0))
     n = min(values.shape[1], out.top_ids.shape[1])
-    listed = torch.arange(n, device=raw.device) < wanted
+    listed = torch.arange(n, device=raw.device) < wanted[:, None]
     out.top_ids[:, :n] = torch.where(listed, ids[:, :n], -1)
     out.top_logprobs[:, :n] = torch.where(listed, values[:, :n] - total, _BANNED)
