@@ -68,7 +68,6 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if before or after:
         post = processors.TemplateProcessing(
             single=[*before, "$A", *after],
-            pair=[*before, "$A", *after, *(f"{t}:1" for t in before), "$B:1", *(f"{t}:1" for t in after)],
             special_tokens=[(token, tokenizer.token_to_id(token)) for token in before + after],
         )
         byte_level = processors.ByteLevel(trim_offsets=False)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 
-from fastgraph.errors import ModelError
-from fastgraph.loading.weights import Progress
+import huggingface_hub
+from huggingface_hub import constants, errors
 
-_TEXT_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model")
+from fastgraph.errors import ModelError
+from fastgraph.loading.weights import INDEX, Progress
+
+_TEXT_FILES = ["*.json", "*.jinja"]
+_SUBFOLDERS = ["*/*"]  # other formats of the same weights live there
+_SINGLE = "model.safetensors"
 
 
 def download(
@@ -19,4 +26,76 @@ def download(
     weights: bool = True,
     progress: Progress,
 ) -> Path:
-    raise ModelError("hub")
+    """Fetch what is not here yet of a model's text files and safetensors; return the folder of that revision.
+
+    Weights in other formats are left where they are. `offline` (or HF_HUB_OFFLINE) makes do with what was fetched
+    before. Raises `ModelError` that says what to do: no such model, no access, no network, no safetensors.
+    """
+    fetch = partial(
+        huggingface_hub.snapshot_download,
+        model,
+        revision=revision,
+        token=token,
+        local_files_only=offline,
+        ignore_patterns=_SUBFOLDERS,
+    )
+    progress(f"fetching {model}", None)
+    try:
+        folder = Path(fetch(allow_patterns=_TEXT_FILES))
+        if weights:
+            files = _weight_files(folder)
+            fetch(allow_patterns=_TEXT_FILES + files)
+            if not any((folder / file).is_file() for file in files):
+                raise ModelError(f"{model} holds no safetensors weights{_others(model, revision, token, offline)}")
+    except errors.HFValidationError as error:
+        raise ModelError(f"{model!r} is neither a folder nor a file here, nor a model's name on the hub") from error
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"{model} wants its terms accepted: do so at {_page(model)}, then log in with `hf auth login` or pass a token"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"there is no {model} on the hub, or it is private: check the spelling, or log in with `hf auth login` or "
+            f"pass a token. (There is no folder {model} here either.)"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(f"{model} has no revision {revision!r}: see {_page(model)}/commits/main") from error
+    except errors.LocalEntryNotFoundError as error:  # offline, or the hub cannot be reached
+        if offline or huggingface_hub.is_offline_mode():
+            raise ModelError(f"{model} is not, or not wholly, in this machine's cache: fetch it once online") from error
+        raise ModelError(
+            f"{model} is not in this machine's cache and the hub cannot be reached: check the network. {_first(error)}"
+        ) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise ModelError(f"fetching {model} failed: {_first(error)}. What has arrived is kept; try again") from error
+    return folder
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of a model's safetensors: those that its index names, or the usual one."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [_SINGLE]
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not an index of safetensors files") from error
+
+
+def _others(model: str, revision: str | None, token: str | None, offline: bool) -> str:
+    """What a model has in place of safetensors, for a message."""
+    if offline or huggingface_hub.is_offline_mode():
+        return ""
+    files = huggingface_hub.HfApi(token=token).list_repo_files(model, revision=revision)
+    kinds = {suffix for suffix in (".gguf", ".bin", ".pth", ".safetensors") if any(f.endswith(suffix) for f in files)}
+    if ".gguf" in kinds:
+        return "; it has .gguf files: download the one you want and name its path"
+    return f"; it has {', '.join(sorted(kinds))} files, which would have to be converted" if kinds else ""
+
+
+def _page(model: str) -> str:
+    return f"{constants.ENDPOINT}/{model}"
+
+
+def _first(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
