@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -25,117 +26,124 @@ def attend_reference(
 ) -> None:
     """Write k and v into their pages, then fill `out`. Arguments as in `fastgraph.kernels.attention`.
 
-    Reads row boundaries and lengths on the host, so it cannot be captured in a CUDA graph.
+    Reads lengths and row boundaries on the host, so it cannot be captured in a CUDA graph.
     """
-    starts = query_start.tolist()
-    counts = [stop - start for start, stop in pairwise(starts)]
-    before = lengths[slots]  # [rows]
-    cells = _new_cells(page_table, slots, before, query_start, counts, k_cache.shape[1])
-    keys, values = _cells_of(k_cache), _cells_of(v_cache)
-    keys.index_copy_(0, cells, k)
-    values.index_copy_(0, cells, v)
-
-    totals = [b + c for b, c in zip(before.tolist(), counts, strict=True)]
-    single = [r for r, count in enumerate(counts) if count == 1]
-    # Rows are padded to the longest; where that would more than double the work, each goes alone.
-    together = len(single) > 1 and len(single) * max(totals[r] for r in single) <= 2 * sum(totals[r] for r in single)
-    if together and len(single) == len(counts):
-        _attend_singles(q, keys, values, page_table, slots, before, out, k_cache.shape[1], scale, window)
-        return
-    if together:
-        rows = torch.tensor(single, device=q.device)
-        tokens = query_start[rows]
-        part = torch.empty_like(q[: len(single)])
-        _attend_singles(
-            q[tokens], keys, values, page_table, slots[rows], before[rows], part, k_cache.shape[1], scale, window
-        )
+    slot_lengths = lengths.tolist()
+    rows = [
+        (slot, start, stop - start, slot_lengths[slot] + stop - start)  # slot, first token, tokens, length afterwards
+        for slot, (start, stop) in zip(slots.tolist(), pairwise(query_start.tolist()), strict=True)
+    ]
+    single = [row for row in rows if row[2] == 1]
+    totals = [total for *_, total in single]
+    # Rows in one call are padded to the longest; where that would more than double the work, each goes alone.
+    if len(single) > 1 and len(single) * max(totals) <= 2 * sum(totals):
+        if len(single) == len(rows):
+            _attend_single_tokens(q, k, v, k_cache, v_cache, page_table, slots, totals, out, scale, window)
+            return
+        tokens = torch.tensor([start for _, start, _, _ in single], device=q.device)
+        slots = torch.tensor([slot for slot, *_ in single], device=q.device)
+        q_part, k_part, v_part = q[tokens], k[tokens], v[tokens]
+        part = torch.empty_like(q_part)
+        _attend_single_tokens(q_part, k_part, v_part, k_cache, v_cache, page_table, slots, totals, part, scale, window)
         out[tokens] = part
-    for r, (start, count) in enumerate(zip(starts, counts, strict=False)):
-        if count > 1 or (count == 1 and not together):
-            pages = page_table[slots[r]]
-            _attend_row(
-                q[start : start + count], k_cache, v_cache, pages, totals[r], out[start : start + count], scale, window
-            )
+        rows = [row for row in rows if row[2] != 1]
+    for slot, start, count, total in rows:
+        if count:
+            mine = slice(start, start + count)
+            pages = page_table[slot]
+            _attend_one_row(q[mine], k[mine], v[mine], k_cache, v_cache, pages, out[mine], total, scale, window)
 
 
-def _cells_of(cache: Tensor) -> Tensor:
-    """The cache with pages and their tokens on one axis. [pages * page_size, kv_heads, head_dim], always a view."""
-    return cache.view(-1, cache.shape[2], cache.shape[3])
-
-
-def _new_cells(
-    page_table: Tensor, slots: Tensor, before: Tensor, query_start: Tensor, counts: list[int], page_size: int
-) -> Tensor:
-    """Where the step's tokens are stored. [tokens] int64"""
-    if max(counts) == 1 == min(counts):
-        positions = before.long()
-    else:
-        repeats = torch.tensor(counts, device=slots.device)
-        slots = slots.repeat_interleave(repeats)
-        offsets = (before - query_start[:-1]).repeat_interleave(repeats)
-        positions = torch.arange(len(slots), device=slots.device) + offsets
-    pages = page_table[slots, positions // page_size].long()
-    return pages * page_size + positions % page_size
-
-
-def _attend_singles(
+def _attend_single_tokens(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     page_table: Tensor,
     slots: Tensor,
-    before: Tensor,
+    totals: list[int],
     out: Tensor,
-    page_size: int,
     scale: float,
     window: int,
 ) -> None:
-    """One token a row, all rows in one call, padded to the longest. q, out: [rows, heads, head_dim]"""
+    """Rows of one token each, padded to the longest. q, out: [rows, heads, head_dim]"""
     rows, heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
-    last = before.long()[:, None]  # [rows, 1], position of the row's token
-    longest = int(last.max()) + 1
-    first = 0 if window == 0 else max(0, int(last.min()) + 1 - window)
-    positions = torch.arange(first, longest, device=q.device)  # [span]
-    # Past a row's end stand cells that may hold NaN, which a mask does not silence (NaN * 0 is NaN). They are replaced
-    # by the row's own new token, which is finite, and then masked.
-    inside = torch.minimum(positions, last)  # [rows, span]
-    table = page_table[slots, : (longest - 1) // page_size + 1].long()
-    cells = table.gather(1, inside // page_size) * page_size + inside % page_size  # [rows, span]
-    mask = positions <= last
-    if window:
-        mask &= positions > last - window
-    gathered_k = keys.index_select(0, cells.view(-1)).view(rows, -1, kv_heads, head_dim).transpose(1, 2)
-    gathered_v = values.index_select(0, cells.view(-1)).view(rows, -1, kv_heads, head_dim).transpose(1, 2)
-    # The heads that share keys become query positions of one head: keys are read once.
-    grouped = q.view(rows, kv_heads, heads // kv_heads, head_dim)
-    y = F.scaled_dot_product_attention(grouped, gathered_k, gathered_v, attn_mask=mask[:, None, None], scale=scale)
+    page_size, kv_heads = k_cache.shape[1:3]
+    pages = page_table.index_select(0, slots)[:, : -(-max(totals) // page_size)].tolist()
+    new, cells, mask = _padded_cells(tuple(map(tuple, pages)), tuple(totals), page_size, window, q.dtype, q.device)
+    keys, values = _by_cell(k_cache), _by_cell(v_cache)
+    keys.index_copy_(0, new, k)
+    values.index_copy_(0, new, v)
+    # The heads that share keys become the query positions of one head, so that a key is read once.
+    y = F.scaled_dot_product_attention(
+        q.reshape(rows, kv_heads, heads // kv_heads, head_dim),
+        keys.index_select(0, cells).view(rows, -1, kv_heads, head_dim).transpose(1, 2),
+        values.index_select(0, cells).view(rows, -1, kv_heads, head_dim).transpose(1, 2),
+        attn_mask=mask,
+        scale=scale,
+    )
     out.copy_(y.reshape(rows, heads, head_dim))
 
 
-def _attend_row(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, total: int, out: Tensor, scale: float, window: int
+@lru_cache(maxsize=1)  # all layers of a step ask for the same
+def _padded_cells(
+    pages: tuple[tuple[int, ...], ...],
+    totals: tuple[int, ...],
+    page_size: int,
+    window: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cell of each new token [rows], the cells each row sees [rows * span], a mask to add [rows, 1, 1, span]."""
+    last = torch.tensor(totals, device=device)[:, None] - 1  # [rows, 1], position of the new token
+    lowest = max(0, min(totals) - window) if window else 0  # no row sees what is before it
+    positions = torch.arange(lowest, max(totals), device=device)  # [span]
+    cells = _cells(torch.tensor(pages, device=device), page_size)  # [rows, pages * page_size]
+    new = cells.gather(1, last)  # [rows, 1]
+    # Past a row's end stand cells that may hold NaN, which no mask silences (NaN * 0 is NaN). They are replaced by the
+    # row's new token, which is a number, and then masked.
+    mask = positions <= last  # [rows, span]
+    cells = torch.where(mask, cells[:, lowest : max(totals)], new)
+    if window:
+        mask &= positions > last - window
+    unseen = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, -torch.inf)
+    return new[:, 0], cells.view(-1), unseen[:, None, None]
+
+
+def _attend_one_row(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    out: Tensor,
+    total: int,
+    scale: float,
+    window: int,
 ) -> None:
     """The tokens of one row, the last of them at position total - 1. q, out: [tokens, heads, head_dim]"""
     tokens, heads, head_dim = q.shape
-    page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
-    lowest = 0 if window == 0 else max(0, total - tokens + 1 - window)  # nothing before it is seen
-    first = lowest // page_size
-    pages = pages[first : (total - 1) // page_size + 1]
-    keys = _gather(k_cache, pages)[lowest - first * page_size : total - first * page_size].transpose(0, 1)
-    values = _gather(v_cache, pages)[lowest - first * page_size : total - first * page_size].transpose(0, 1)
-    if tokens == 1:  # everything that was gathered is seen
-        grouped = q.view(1, kv_heads, heads // kv_heads, head_dim)
+    page_size, kv_heads = k_cache.shape[1:3]
+    lowest = max(0, total - tokens + 1 - window) if window else 0  # no token sees what is before it
+    first_page = lowest // page_size
+    pages = pages[first_page : -(-total // page_size)]
+    keys, values = _write_and_read(k, v, k_cache, v_cache, pages, total - first_page * page_size)
+    skipped = lowest - first_page * page_size
+    keys, values = keys[skipped:].transpose(0, 1), values[skipped:].transpose(0, 1)  # [kv_heads, span, head_dim]
+    if tokens == 1:  # it sees all of them, and the heads that share keys can be its query positions
+        grouped = q.reshape(1, kv_heads, heads // kv_heads, head_dim)
         y = F.scaled_dot_product_attention(grouped, keys[None], values[None], scale=scale)
-        out.copy_(y.view(1, heads, head_dim))
+        out.copy_(y.reshape(1, heads, head_dim))
         return
     span = total - lowest
-    plain = span == tokens and (window == 0 or window >= tokens)
     mask = None
-    if not plain:
+    causal = span == tokens and (window == 0 or window >= tokens)
+    if not causal:
         query = torch.arange(span - tokens, span, device=q.device)[:, None]
         key = torch.arange(span, device=q.device)
-        mask = key <= query
+        mask = key <= query  # [tokens, span]
         if window:
             mask &= key > query - window
     y = F.scaled_dot_product_attention(
@@ -143,16 +151,39 @@ def _attend_row(
         keys[None],
         values[None],
         attn_mask=mask,
-        is_causal=plain,
+        is_causal=causal,
         scale=scale,
         enable_gqa=heads != kv_heads,
     )
     out.copy_(y[0].transpose(0, 1))
 
 
-def _gather(cache: Tensor, pages: Tensor) -> Tensor:
-    """The cells of some pages. [len(pages) * page_size, kv_heads, head_dim], a view where the pages adjoin."""
+def _by_cell(cache: Tensor) -> Tensor:
+    """The cache with its pages end to end. [pages * page_size, kv_heads, head_dim], always a view."""
+    return cache.view(-1, cache.shape[2], cache.shape[3])
+
+
+def _cells(pages: Tensor, page_size: int) -> Tensor:
+    """The cells of each page in turn. [..., pages] -> [..., pages * page_size] int64"""
+    return (pages.long()[..., None] * page_size + torch.arange(page_size, device=pages.device)).flatten(-2)
+
+
+def _write_and_read(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor, stop: int
+) -> tuple[Tensor, Tensor]:
+    """Store k and v in the cells that end at `stop`, counted from the first page on; return all up to there.
+
+    Where the pages adjoin, which they do in a young pool, both are views. [stop, kv_heads, head_dim] each
+    """
+    page_size, new = k_cache.shape[1], slice(stop - len(k), stop)
     listed = pages.tolist()
-    if listed == list(range(listed[0], listed[0] + len(listed))):
-        return _cells_of(cache[listed[0] : listed[0] + len(listed)])
-    return _cells_of(cache.index_select(0, pages))
+    first, after = listed[0], listed[0] + len(listed)
+    if listed == list(range(first, after)):
+        keys, values = _by_cell(k_cache[first:after]), _by_cell(v_cache[first:after])
+        keys[new], values[new] = k, v
+    else:
+        cells = _cells(pages, page_size)[new]
+        _by_cell(k_cache).index_copy_(0, cells, k)
+        _by_cell(v_cache).index_copy_(0, cells, v)
+        keys, values = _by_cell(k_cache.index_select(0, pages)), _by_cell(v_cache.index_select(0, pages))
+    return keys[:stop], values[:stop]
