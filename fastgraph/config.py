@@ -45,8 +45,9 @@ class EngineConfig:
     in_flight_depth: int | None = None  # steps submitted before the oldest is read
 
     def __post_init__(self) -> None:
-        for name, choices in (("device", Device), ("dtype", DType), ("compile", CompileMode), ("load_format", LoadFormat)):
-            _one_of(name, getattr(self, name), get_args(choices))
+        choices = {"device": Device, "dtype": DType, "compile": CompileMode, "load_format": LoadFormat}
+        for name, literal in choices.items():
+            _one_of(name, getattr(self, name), get_args(literal))
         for name in ("max_model_len", "max_decode_bs", "max_step_tokens", "page_size", "kv_pages"):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < 1):
@@ -59,8 +60,8 @@ class EngineConfig:
 class SamplingParams:
     """How one request's tokens are chosen and when it stops.
 
-    Order of the filters: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p. `temperature=0` is argmax.
-    Log-probabilities are those of the raw model, before any of them.
+    Order of the filters: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p. `temperature=0` is
+    argmax. Log-probabilities are those of the raw model, before any of them.
     """
 
     temperature: float = 0.0
@@ -87,7 +88,8 @@ class SamplingParams:
         names = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(options) - names)
         if unknown:
-            raise RequestError(f"unknown sampling parameter {', '.join(unknown)}; known are: {', '.join(sorted(names))}")
+            known = ", ".join(sorted(names))
+            raise RequestError(f"unknown sampling parameter {', '.join(unknown)}; known are: {known}")
         merged = {**defaults, **options}
         if isinstance(merged.get("stop"), str):
             merged["stop"] = (merged["stop"],)

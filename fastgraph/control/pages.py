@@ -69,7 +69,8 @@ class PagePool:
             raise ValueError(f"{count} pages asked for, {self._free} free: the scheduler must look before it takes")
         self._free -= count
         self._leased += count
-        return self._stack[self._free : self._free + count][::-1].copy()
+        taken: Int32 = self._stack[self._free : self._free + count][::-1].copy()
+        return taken
 
     def _give(self, pages: Int32) -> None:
         self._stack[self._free : self._free + len(pages)] = pages[::-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,11 +12,12 @@ from fastgraph.control.plan import Admission, Int32, Limits, Logprobs, PrefillSp
 from fastgraph.control.queues import Span, SpanQueue
 from fastgraph.control.states import (
     Decoding,
-    FinishReason,
     Finishing,
+    FinishReason,
     Prefilling,
     Request,
     State,
+    Times,
     Waiting,
     admit,
     decode,
@@ -24,7 +26,7 @@ from fastgraph.control.states import (
     release,
     retract,
 )
-from fastgraph.control.table import SlotTable, request_fits
+from fastgraph.control.table import SlotTable
 from fastgraph.errors import RequestError
 
 PAGES_AHEAD = 4  # pages a decoding slot is given at once, so that most steps change no page table
@@ -38,6 +40,25 @@ class Output:
     token_ids: Int32  # [new tokens]
     logprobs: Logprobs | None  # a row per new token
     finish_reason: FinishReason | None
+    times: Times
+
+
+def check(request: Request, limits: Limits) -> None:
+    """Refuse a request that could never run. Raises `RequestError`, which names the bound."""
+    prompt, longest = len(request.prompt), limits.max_model_len
+    if not prompt:
+        raise RequestError("the prompt is empty: there is no token to start from")
+    if prompt >= longest:
+        raise RequestError(
+            f"the prompt has {prompt} tokens; with max_model_len {longest} it may have {longest - 1} at most, to leave "
+            f"room for an answer"
+        )
+    # The last token's KV is never written.
+    if request.max_length > longest or request.max_length - 1 > limits.pool_tokens:
+        raise RequestError(
+            f"{prompt} prompt tokens and max_tokens {request.max_length - prompt} make {request.max_length}; "
+            f"max_model_len is {longest}, and the KV pool holds {limits.pool_tokens} tokens: ask for fewer max_tokens"
+        )
 
 
 class Scheduler:
@@ -51,6 +72,7 @@ class Scheduler:
         self.states: dict[int, State] = {}
         self.preemptions = 0
         self._free_slots = list(range(limits.slots, 0, -1))  # a stack; the lowest is taken first
+        self._finishing: deque[Finishing] = deque()  # oldest last step first
         self._planned = 0  # number of the newest step
         self._landed = 0  # number of the newest step whose result is in
 
@@ -69,34 +91,23 @@ class Scheduler:
     # --- requests come and go ---
 
     def submit(self, request: Request) -> None:
-        """Queue a request. One that could never run is refused here: `RequestError` names the bound."""
-        if not len(request.prompt):
-            raise RequestError("the prompt is empty: there is no token to start from")
-        if len(request.prompt) >= self.limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens; with max_model_len {self.limits.max_model_len} it may "
-                f"have {self.limits.max_model_len - 1} at most, to leave room for an answer"
-            )
-        if request.max_length > self.limits.max_model_len or not request_fits(request, self.limits):
-            raise RequestError(
-                f"prompt and answer together may reach {request.max_length} tokens; max_model_len is "
-                f"{self.limits.max_model_len} and the KV pool holds {self.limits.pool_tokens}: ask for fewer max_tokens"
-            )
-        self._wait(Waiting(request, np.empty(0, np.int32)))
+        """Queue a request, one that `check` lets pass. Ids must grow from one to the next: they are its age."""
+        check(request, self.limits)
+        self._wait(Waiting(request, np.empty(0, np.int32), Times(0.0, 0.0)))
 
     def abort(self, request_id: int) -> Output | None:
         """End a request now, wherever it is; its tokens so far come back. None if it has ended already."""
         match self.states.get(request_id):
-            case Waiting(request, answer):
+            case Waiting(request, answer, times):
                 self.queue.remove(request_id)
                 del self.states[request_id]
-                return Output(request.id, answer, None, "abort")
+                return Output(request_id, answer[:0] if request.incremental else answer, None, "abort", times)
             case (Prefilling() | Decoding()) as state:
-                answer = self.table.answer(state.resources.slot)
+                slot, incremental = state.resources.slot, state.request.incremental
+                answer, times = self.table.answer(slot), self.table.times(slot)
                 self._finish(state)
                 self._release_landed()
-                incremental = state.request.incremental
-                return Output(request_id, answer[:0] if incremental else answer, None, "abort")
+                return Output(request_id, answer[:0] if incremental else answer, None, "abort", times)
             case _:
                 return None
 
@@ -114,12 +125,14 @@ class Scheduler:
         if isinstance(state, Prefilling):
             self.queue.remove(state.request.id)
         self.table.retire(state.resources.slot)
-        self.states[state.request.id] = finish(state, self._planned)
+        finishing = finish(state, self._planned)
+        self.states[state.request.id] = finishing
+        self._finishing.append(finishing)
 
     def _release_landed(self) -> None:
         """Free what finished requests held, once no step in flight can write it."""
-        done = [s for s in self.states.values() if isinstance(s, Finishing) and s.last_step <= self._landed]
-        for state in done:
+        while self._finishing and self._finishing[0].last_step <= self._landed:
+            state = self._finishing.popleft()
             self._free_slots.append(state.resources.slot)
             del self.states[release(state).request.id]
 
@@ -160,7 +173,7 @@ class Scheduler:
             self.queue.remove(newest)
             self.table.retire(slot)
             self._free_slots.append(slot)
-            self._wait(retract(state, answer))
+            self._wait(retract(state, answer, self.table.times(slot)))
             self.preemptions += 1
             slots = self.table.ready()
         return True
@@ -266,4 +279,4 @@ class Scheduler:
                 logprobs = result.logprobs.row(row)
         if reason is not None:
             self._finish(state)
-        return Output(request_id, tokens, logprobs, reason)
+        return Output(request_id, tokens, logprobs, reason, self.table.times(slot))

@@ -48,12 +48,21 @@ class Resources:
         return Resources(self.slot, self.lease.grow(pages))
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When a request first got a slot and its first token landed, in seconds of time.perf_counter(); 0 is not yet."""
+
+    admitted: float
+    first_token: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
     """Owns nothing. `answer` is what it had generated when it was retracted, to be computed again."""
 
     request: Request
     answer: Int32  # [generated tokens]
+    times: Times
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,10 +109,10 @@ def decode(state: Prefilling) -> Decoding:
     return Decoding(state.request, state.resources.move())
 
 
-def retract(state: Running, answer: Int32) -> Waiting:
+def retract(state: Running, answer: Int32, times: Times) -> Waiting:
     """Give everything back under pressure. Only with no step in flight: `answer` must be complete."""
     state.resources.lease.release()
-    return Waiting(state.request, answer)
+    return Waiting(state.request, answer, times)
 
 
 def finish(state: Running, last_step: int) -> Finishing:

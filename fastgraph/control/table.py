@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+
 import numpy as np
 
 from fastgraph.config import MAX_STOP_IDS
 from fastgraph.control.plan import Int32, Limits
-from fastgraph.control.states import Request, Waiting
+from fastgraph.control.states import Times, Waiting
 
 
 class SlotTable:
@@ -30,6 +32,8 @@ class SlotTable:
         self.running = np.zeros(rows, bool)  # tokens that land count; false once the request is finishing
         self.decoding = np.zeros(rows, bool)
         self.incremental = np.zeros(rows, bool)
+        self.admitted_at = np.zeros(rows)  # seconds of time.perf_counter()
+        self.first_token_at = np.zeros(rows)  # the same; 0 until it has landed
 
     def admit(self, slot: int, state: Waiting) -> None:
         request = state.request
@@ -48,6 +52,8 @@ class SlotTable:
         self.running[slot] = True
         self.decoding[slot] = False
         self.incremental[slot] = request.incremental
+        self.admitted_at[slot] = state.times.admitted or perf_counter()
+        self.first_token_at[slot] = state.times.first_token
 
     def retire(self, slot: int) -> None:
         """The slot takes part in no further step; what is in flight for it will be dropped."""
@@ -55,16 +61,22 @@ class SlotTable:
 
     def answer(self, slot: int) -> Int32:
         """The tokens generated so far, as a copy: [generated]."""
-        return self.tokens[slot, self.prompt[slot] : self.known[slot]].copy()
+        answer: Int32 = self.tokens[slot, self.prompt[slot] : self.known[slot]].copy()
+        return answer
+
+    def times(self, slot: int) -> Times:
+        return Times(float(self.admitted_at[slot]), float(self.first_token_at[slot]))
 
     def ready(self) -> Int32:
         """Slots that can decode one more token, in slot order: [rows]."""
         # The token sampled after position `scheduled` is number scheduled + 2 of the sequence.
-        return np.flatnonzero(self.decoding & (self.scheduled + 2 <= self.limit)).astype(np.int32)
+        ready: Int32 = np.flatnonzero(self.decoding & (self.scheduled + 2 <= self.limit)).astype(np.int32)
+        return ready
 
     def cramped(self, slots: Int32) -> Int32:
         """Those of `slots` whose pages have no room for the KV of the next token: [rows]."""
-        return slots[self.scheduled[slots] >= self.capacity[slots]]
+        cramped: Int32 = slots[self.scheduled[slots] >= self.capacity[slots]]
+        return cramped
 
     def land(self, slots: Int32, tokens: Int32) -> tuple[np.ndarray, np.ndarray]:
         """Record a sampled token each; returns two masks [rows]: ended by a stop id, ended by length.
@@ -72,12 +84,8 @@ class SlotTable:
         A stop id is not part of the answer.
         """
         generated = self.known[slots] - self.prompt[slots]
+        self.first_token_at[slots[generated == 0]] = perf_counter()
         stopped = (self.stop_ids[slots] == tokens[:, None]).any(1) & (generated >= self.min_tokens[slots])
         self.tokens[slots, self.known[slots]] = tokens
         self.known[slots] += ~stopped
         return stopped, ~stopped & (self.known[slots] >= self.limit[slots])
-
-
-def request_fits(request: Request, limits: Limits) -> bool:
-    """Whether the whole pool could hold the request. The last token's KV is never written."""
-    return request.max_length - 1 <= limits.pool_tokens

@@ -179,9 +179,10 @@ def _draw_row(x: Tensor, likeliest: int, mine: SamplerState) -> int:
     scaled = _scale(x, top, mine)
     if p < 1:
         ids, total = _reaching(scaled, p)
-        return int(_draw(scaled[:, ids], ids[None], mine, total))
-    ids = _at_least(scaled, max(-_REACH, log(least) - 1e-3) if least > 0 else -_REACH)
-    return int(_draw(scaled[:, ids], ids[None], mine))
+    else:
+        total = None
+        ids = _at_least(scaled, max(-_REACH, log(least) - 1e-3) if least > 0 else -_REACH)
+    return int(_draw(scaled.index_select(1, ids), ids[None], mine, total))
 
 
 def _reaching(scaled: Tensor, p: float) -> tuple[Tensor, Tensor]:
@@ -189,15 +190,16 @@ def _reaching(scaled: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
     Ranked where it matters: every bucket but the last is within top_p whatever its order.
     """
-    ids = _at_least(scaled, -_DEPTH)
-    mass = _mass(scaled[0, ids])
-    total = mass.sum()
-    buckets = (scaled[0, ids] * -_BUCKETS).long()
-    reached = np.bincount(buckets.numpy(), mass.numpy()).cumsum()
-    last = int(np.searchsorted(reached, p * total.item()))
+    values, mass = scaled[0].numpy(), _mass(scaled[0]).numpy()
+    total = int(mass.sum())
+    # Together, the tokens below their share of what top_p leaves out have less than it leaves out.
+    ids = np.flatnonzero(mass >= int((1 - p) * total / len(mass)))
+    buckets = (np.maximum(values[ids], -_DEPTH) * -_BUCKETS).astype(np.int64)
+    reached = np.bincount(buckets, mass[ids]).cumsum()
+    last = np.searchsorted(reached, p * total)
     edge = ids[buckets == last]
-    order = scaled[0, edge].sort(descending=True, stable=True).indices
-    return torch.cat([ids[buckets < last], edge[order]]), total
+    edge = edge[np.argsort(-values[edge], kind="stable")]
+    return torch.from_numpy(np.concatenate([ids[buckets < last], edge])), torch.tensor(total)
 
 
 def _argmax(x: Tensor) -> int:
@@ -289,9 +291,9 @@ def _noise(ids: Tensor, mine: SamplerState) -> Tensor:
 
 def _bits(ids: Integers, low: Integers, high: Integers, index: Integers) -> Integers:
     """32 random bits for each token. All int32, of shapes that broadcast; seeds differ in `low` or `high`."""
-    # Two keys, as with a single one of 32 bits different seeds would meet too often.
-    first = _mix(_mix(_mix(index) ^ low) ^ high)
-    second = _mix(_mix(_mix(index ^ 0x5BD1E995) ^ low) ^ high)
+    # Two keys of 32 bits: no two pairs of seed and index have both alike, unless the high halves of the seeds differ.
+    place = _mix(index)
+    first, second = _mix(place ^ low), _mix(place ^ high ^ 0x5BD1E995)
     return _mix(_mix(ids ^ first) ^ second)
 
 

@@ -51,7 +51,7 @@ def download(
         raise ModelError(f"{model!r} is neither a folder nor a file here, nor a model's name on the hub") from error
     except errors.GatedRepoError as error:
         raise ModelError(
-            f"{model} wants its terms accepted: do so at {_page(model)}, then log in with `hf auth login` or pass a token"
+            f"{model} wants its terms accepted: do so at {_page(model)}, then pass a token or log in (`hf auth login`)"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(

@@ -1,0 +1,141 @@
+"""From a config to a device that is ready to serve: model, weights, KV pool, slots, compiled step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fastgraph import models
+from fastgraph.config import EngineConfig
+from fastgraph.control.plan import Limits
+from fastgraph.device.compiler import CompiledStep, Mode
+from fastgraph.device.executor import Executor
+from fastgraph.device.handle import DeviceHandle
+from fastgraph.device.metadata import StepMetadata
+from fastgraph.device.slots import Slots
+from fastgraph.errors import ConfigError
+from fastgraph.loading.checkpoint import Checkpoint
+from fastgraph.loading.weights import WeightFiles, fill_dummy, load_weights
+from fastgraph.ops import LayerCache
+
+Progress = Callable[[str, float | None], None]
+
+# What a machine is given where the user leaves it open.
+DEFAULT_DECODE_BS = {"cpu": 32, "cuda": 256}
+DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+KV_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of all memory on a CPU, which others use too; of what is free on a GPU
+
+
+def settle_device(config: EngineConfig) -> torch.device:
+    """The device to run on. Raises `ConfigError` if the one asked for is not there."""
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ConfigError("device cuda was asked for, but torch finds no CUDA GPU; `fastgraph env` says more")
+    return torch.device("cuda" if config.device != "cpu" and available else "cpu")
+
+
+def settle_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """bfloat16 where the machine multiplies it natively, float32 elsewhere, unless one is asked for."""
+    if config.dtype != "auto":
+        named: torch.dtype = getattr(torch, config.dtype)
+        return named
+    native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def build_device(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, vocab: int | None, progress: Progress
+) -> DeviceHandle:
+    """Build what executes steps of the checkpoint's model. Call it in the thread that will serve.
+
+    vocab: ids that the tokenizer knows; the embedding's padding above them is never sampled. None: all of them.
+    """
+    dtype = settle_dtype(config, device)
+    module = models.find(checkpoint.config)
+    shape = module.Config.from_hf(checkpoint.config)
+    model = _load(config, checkpoint, module, shape, device, dtype, progress)
+    progress("reserving memory for keys and values", None)
+    limits = _limits(config, shape, device, dtype, min(vocab or shape.vocab, shape.vocab))
+    caches = _caches(limits, shape, device, dtype)
+    slots = Slots(limits, shape.vocab, device)
+    mode = _compile_mode(config, device)
+    step = CompiledStep(model, caches, slots.state, limits.vocab, mode)
+    executor = Executor(step, slots, StepMetadata(limits, device), device)
+    progress("warming up" if mode == "off" else f"compiling ({mode})", None)
+    executor.warm_up()
+    return DeviceHandle(limits, executor, step)
+
+
+def _load(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    module: ModuleType,
+    shape: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):  # shapes alone: the memory comes once, on the right device, without initialising it
+            model = module.Model(shape)
+    finally:
+        torch.set_default_dtype(before)
+    model.to_empty(device=device)
+    model.requires_grad_(False).eval()
+    if config.load_format == "dummy":
+        progress("filling the model with random weights", None)
+        fill_dummy(model)
+    else:
+        harmless = ["*.rotary_emb.inv_freq", *(["lm_head.weight"] if shape.tied else [])]
+        load_weights(model, WeightFiles(checkpoint.folder), module.WEIGHTS, ignore=harmless, progress=progress)
+    return model
+
+
+def _limits(config: EngineConfig, shape: Any, device: torch.device, dtype: torch.dtype, vocab: int) -> Limits:
+    size = config.page_size
+    slots = config.max_decode_bs or DEFAULT_DECODE_BS[device.type]
+    asked = config.max_model_len or shape.max_positions
+    if asked > shape.max_positions:
+        raise ConfigError(f"max_model_len {asked} is above what the model was made for, {shape.max_positions} tokens")
+    step_tokens = config.max_step_tokens or max(DEFAULT_STEP_TOKENS[device.type], slots + size)
+    if step_tokens < slots + size:
+        raise ConfigError(
+            f"max_step_tokens must be at least max_decode_bs + page_size = {slots + size}, so that a prompt can move "
+            f"on beside a full batch; it is {step_tokens}"
+        )
+    pages = config.kv_pages
+    if pages is None:
+        page_bytes = shape.layers * 2 * size * shape.kv_heads * shape.head_dim * dtype.itemsize
+        pages = min(int(_memory(device) * KV_SHARE[device.type]) // page_bytes, slots * -(-asked // size))
+    # A request may never be longer than the pool; its last token's KV is never written.
+    max_model_len = min(asked, pages * size + 1)
+    if max_model_len < 2:
+        raise ConfigError("there is no memory left for keys and values: ask for a smaller model or dtype, or kv_pages")
+    return Limits(slots, pages, size, max_model_len, step_tokens, vocab)
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that a share is taken of."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _caches(limits: Limits, shape: Any, device: torch.device, dtype: torch.dtype) -> list[LayerCache]:
+    size = (limits.pages + 1, limits.page_size, shape.kv_heads, shape.head_dim)  # page 0 is the null page
+    return [
+        LayerCache(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
+        for _ in range(shape.layers)
+    ]
+
+
+def _compile_mode(config: EngineConfig, device: torch.device) -> Mode:
+    if config.compile != "auto":
+        return config.compile
+    return "off" if device.type == "cpu" else "regional"

@@ -1,0 +1,30 @@
+"""The door between the planes: all that the control plane can ask of the device."""
+
+from __future__ import annotations
+
+from fastgraph.control.plan import Limits, PendingStep, StepPlan
+from fastgraph.device.compiler import CompiledStep
+from fastgraph.device.executor import Executor
+
+
+class DeviceHandle:
+    """What `build_device` returns. The names here are the whole interface, and a test pins them."""
+
+    def __init__(self, limits: Limits, executor: Executor, step: CompiledStep) -> None:
+        self._limits, self._executor, self._step = limits, executor, step
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Submit a step. Steps run in the order they are submitted; reading a result waits for its step alone."""
+        return self._executor.execute(plan)
+
+    def counters(self) -> dict[str, int]:
+        """What should be zero while serving."""
+        return {"recompiles": self._step.recompiles, "eager_steps": self._step.eager_steps}
+
+    def shutdown(self) -> None:
+        """Let go of the device's memory. No step may be submitted afterwards."""
+        del self._executor, self._step

@@ -1,0 +1,161 @@
+"""Per-slot state that lives on the device. A decoding request is a slot: a row in these tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgraph.config import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+from fastgraph.control.plan import NULL_SLOT, Admission, Int32, Limits, StepPlan
+from fastgraph.kernels.sampling import SamplerState
+
+# One int32 matrix holds every number of a slot, a row per field, so that admitting requests is one packed copy.
+# The float fields are stored as their bits.
+FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+INTS = (
+    *("last_token", "length", "prompt_length", "generated", "min_tokens", "logprobs"),
+    *("top_k", "seed_low", "seed_high"),
+)
+FIELDS = {name: row for row, name in enumerate(FLOATS + INTS)}
+
+
+class SlotState(NamedTuple):
+    """Views of the tables, as the compiled step takes them. [slots] unless noted."""
+
+    last_token: Tensor  # int32, sampled but not yet computed
+    lengths: Tensor  # int32, tokens whose KV is in the slot's pages
+    prompt_lengths: Tensor  # int32
+    page_table: Tensor  # [slots, pages_per_slot] int32
+    sampler: SamplerState
+
+
+class Slots:
+    """The tables, and the only code that sets a slot up. Slot 0 is the null slot: it keeps length 0 and page 0."""
+
+    def __init__(self, limits: Limits, model_vocab: int, device: torch.device) -> None:
+        rows = limits.slots + 1
+        self._device = device
+        self._pages_per_slot = -(-limits.max_model_len // limits.page_size)
+        self._fields = torch.zeros(len(FIELDS), rows, dtype=torch.int32, device=device)
+        self._page_table = torch.zeros(rows, self._pages_per_slot, dtype=torch.int32, device=device)
+        self._stop_ids = torch.full((rows, MAX_STOP_IDS), -1, dtype=torch.int32, device=device)
+        self._bias_ids = torch.full((rows, MAX_LOGIT_BIAS), -1, dtype=torch.int32, device=device)
+        self._bias_values = torch.zeros(rows, MAX_LOGIT_BIAS, device=device)
+        self._output_counts = torch.zeros(rows, model_vocab, dtype=torch.int16, device=device)
+        self._prompt_tokens = torch.zeros(rows, model_vocab, dtype=torch.bool, device=device)
+        self._biased: set[int] = set()  # slots whose bias row is not empty
+        self.wants_logprobs = np.zeros(rows, bool)  # on the host: whether results must carry them
+        self._field("repetition").fill_(1.0)
+        self._field("top_p").fill_(1.0)
+        self._field("logprobs").fill_(-1)
+        self.state = SlotState(
+            last_token=self._field("last_token"),
+            lengths=self._field("length"),
+            prompt_lengths=self._field("prompt_length"),
+            page_table=self._page_table,
+            sampler=SamplerState(
+                temperature=self._field("temperature"),
+                top_k=self._field("top_k"),
+                top_p=self._field("top_p"),
+                min_p=self._field("min_p"),
+                repetition=self._field("repetition"),
+                presence=self._field("presence"),
+                frequency=self._field("frequency"),
+                seed=self._fields[FIELDS["seed_low"] : FIELDS["seed_high"] + 1].T,
+                generated=self._field("generated"),
+                min_tokens=self._field("min_tokens"),
+                stop_ids=self._stop_ids,
+                bias_ids=self._bias_ids,
+                bias_values=self._bias_values,
+                logprobs=self._field("logprobs"),
+                output_counts=self._output_counts,
+                prompt_tokens=self._prompt_tokens,
+            ),
+        )
+
+    def _field(self, name: str) -> Tensor:
+        row = self._fields[FIELDS[name]]
+        return row.view(torch.float32) if name in FLOATS else row
+
+    def apply(self, plan: StepPlan) -> None:
+        """Bring the tables up to date with a plan, before its step runs."""
+        if plan.admissions:
+            self._admit(plan.admissions)
+        if len(plan.page_writes):
+            slot, index, page = self._upload(np.ascontiguousarray(plan.page_writes.T))
+            self._page_table[slot, index] = page
+
+    def _admit(self, admissions: Sequence[Admission]) -> None:
+        rows = [np.concatenate([[a.slot], _pack(a), _padded(a.stop_ids, MAX_STOP_IDS)]) for a in admissions]
+        packed = self._upload(np.stack(rows, axis=1).astype(np.int32))  # [1 + fields + stop ids, admissions]
+        slots, fields = packed[0], packed[1 : 1 + len(FIELDS)]
+        self._fields[:, slots] = fields
+        self._stop_ids[slots] = packed[1 + len(FIELDS) :].T
+        for admission in admissions:
+            self._set_bias(admission.slot, admission.sampling)
+            if _penalised(admission.sampling):
+                self._set_history(admission)
+            self.wants_logprobs[admission.slot] = admission.sampling.logprobs
+
+    def _set_bias(self, slot: int, sampling: SamplingParams) -> None:
+        if slot in self._biased:
+            self._bias_ids[slot].fill_(-1)
+            self._biased.remove(slot)
+        if sampling.logit_bias:
+            ids = np.array(list(sampling.logit_bias), np.int32)
+            values = np.array(list(sampling.logit_bias.values()), np.float32)
+            self._bias_ids[slot, : len(ids)] = self._upload(ids)
+            self._bias_values[slot, : len(ids)] = self._upload(values.view(np.int32)).view(torch.float32)
+            self._biased.add(slot)
+
+    def _set_history(self, admission: Admission) -> None:
+        """The penalties look back: at the prompt, and at what a preempted request had generated."""
+        counts, prompt = self._output_counts[admission.slot], self._prompt_tokens[admission.slot]
+        prompt.zero_()
+        prompt[self._upload(admission.prompt)] = True
+        counts.zero_()
+        if len(admission.answer):
+            ids, times = np.unique(admission.answer, return_counts=True)
+            counts[self._upload(ids)] = self._upload(times.astype(np.int32)).to(torch.int16)
+
+    def _upload(self, array: Int32) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        # Pinned, so that the copy does not wait for the steps in flight; torch keeps the buffer until it is done.
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _penalised(sampling: SamplingParams) -> bool:
+    neutral = (1.0, 0.0, 0.0)
+    return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != neutral
+
+
+def _padded(ids: Sequence[int], length: int) -> Int32:
+    row = np.full(length, -1, np.int32)
+    row[: len(ids)] = ids
+    return row
+
+
+def _pack(admission: Admission) -> Int32:
+    """A slot's column of the field matrix."""
+    assert admission.slot != NULL_SLOT
+    s = admission.sampling
+    floats = (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+    low, high = admission.seed & 0xFFFFFFFF, admission.seed >> 32
+    ints = (
+        0,  # last_token: the prompt's last span samples the first one
+        0,  # length: nothing computed
+        len(admission.prompt),
+        len(admission.answer),
+        s.min_tokens,
+        s.top_logprobs if s.logprobs else -1,
+        min(s.top_k, 2**31 - 1),
+        low - 2**32 if low >= 2**31 else low,
+        high,
+    )
+    return np.concatenate([np.array(floats, np.float32).view(np.int32), np.array(ints, np.int32)])

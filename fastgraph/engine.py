@@ -1,0 +1,252 @@
+"""The engine thread, and the requests that wait on it. Everything here is token ids and text; no tensor passes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+
+from fastgraph.config import MAX_STOP_IDS, SamplingParams
+from fastgraph.control.loop import EngineLoop
+from fastgraph.control.plan import Device, Limits
+from fastgraph.control.scheduler import Output, Scheduler, check
+from fastgraph.control.states import FinishReason, Request
+from fastgraph.errors import EngineDied, RequestError
+from fastgraph.text import TextStream
+
+
+class BuiltDevice(Device, Protocol):
+    """What a builder hands to the engine thread."""
+
+    def counters(self) -> dict[str, int]: ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities of the raw model at one token of the answer."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]  # token id -> log-probability, likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds since the request was submitted."""
+
+    queued: float  # until it got a slot
+    ttft: float  # until its first token
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a request."""
+
+    token_ids: list[int]  # without the id that stopped it
+    text: str | None  # None if nobody read it while it came: decode token_ids
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None
+    prompt_tokens: int
+    timing: Timing
+
+
+class Ticket:
+    """One submitted request. `future` resolves to its `Answer`; `on_text` is called with each piece as it comes."""
+
+    def __init__(self, request: Request, text: TextStream | None, on_text: Callable[[str], None] | None) -> None:
+        self.request = request
+        self.future: Future[Answer] = Future()
+        self._text, self._on_text = text, on_text
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._submitted = perf_counter()
+
+    def take(self, output: Output) -> bool:
+        """Record an output, in the engine thread. True if a stop string has been reached: nothing more is wanted."""
+        self._tokens += output.token_ids.tolist()
+        if output.logprobs is not None:
+            self._logprobs += _token_logprobs(output, self.request.sampling.top_logprobs)
+        reason = output.finish_reason
+        if self._text is not None:
+            piece = self._text.push(output.token_ids.tolist())
+            if self._text.stopped:
+                reason = "stop"  # the string wins over whatever else ended the request in this step
+                del self._tokens[self._text.kept :], self._logprobs[self._text.kept :]
+            elif reason is not None:
+                piece += self._text.finish()
+            if piece and self._on_text is not None:
+                self._on_text(piece)
+        if reason is not None:
+            self._resolve(reason, output)
+        return reason is not None and output.finish_reason is None
+
+    def fail(self, error: Exception) -> None:
+        self.future.set_exception(error)
+
+    def _resolve(self, reason: FinishReason, output: Output) -> None:
+        now = perf_counter()
+        start, times = self._submitted, output.times
+        answer = Answer(
+            token_ids=self._tokens,
+            text=None if self._text is None else self._text.text,
+            finish_reason=reason,
+            logprobs=self._logprobs if self.request.sampling.logprobs else None,
+            prompt_tokens=len(self.request.prompt),
+            timing=Timing((times.admitted or now) - start, (times.first_token or now) - start, now - start),
+        )
+        self.future.set_result(answer)
+
+
+def _token_logprobs(output: Output, alternatives: int) -> Iterator[TokenLogprob]:
+    assert output.logprobs is not None
+    chosen, top_ids, top = output.logprobs.chosen, output.logprobs.top_ids, output.logprobs.top
+    for i, token in enumerate(output.token_ids.tolist()):
+        pairs = zip(top_ids[i, :alternatives].tolist(), top[i, :alternatives].tolist(), strict=True)
+        yield TokenLogprob(token, float(chosen[i]), dict(pairs))
+
+
+class Engine:
+    """Owns the engine thread. `build` runs in it, so that the device is made where it is used.
+
+    Every public method may be called from any thread.
+    """
+
+    def __init__(self, build: Callable[[], BuiltDevice], depth: int) -> None:
+        self._tickets: dict[int, Ticket] = {}  # touched by the engine thread alone
+        self._ids = itertools.count(1)
+        self._order = threading.Lock()  # a request's number is its age: numbers are submitted in order
+        ready: Future[tuple[EngineLoop, BuiltDevice]] = Future()
+        self._thread = threading.Thread(
+            target=self._serve, args=(build, depth, ready), name="fastgraph-engine", daemon=True
+        )
+        self._thread.start()
+        self._loop, device = ready.result()
+        self._counters = device.counters
+        self.limits: Limits = device.limits
+
+    # --- for callers ---
+
+    def submit(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        stop_ids: tuple[int, ...],
+        text: TextStream | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Ticket:
+        """Queue a request. Raises `RequestError` for one that cannot be served, `EngineDied` after the end.
+
+        `text` reads the answer as it comes: it is needed for stop strings and for `on_text`, which is called in the
+        engine thread and must not block.
+        """
+        self._check_ids(prompt, sampling, stop_ids)
+        room = self.limits.max_model_len - len(prompt)
+        with self._order:
+            request = Request(
+                id=next(self._ids),
+                prompt=np.array(prompt, np.int32),
+                sampling=sampling,
+                seed=seed,
+                stop_ids=stop_ids,
+                max_length=len(prompt) + (room if sampling.max_tokens is None else sampling.max_tokens),
+                incremental=text is not None or sampling.logprobs,
+            )
+            check(request, self.limits)
+            ticket = Ticket(request, text, on_text)
+
+            def enter() -> None:
+                self._tickets[request.id] = ticket
+                self._loop.scheduler.submit(request)
+
+            self._loop.call(enter)
+        return ticket
+
+    def abort(self, request_ids: Iterable[int] | None) -> None:
+        """End requests now, or all of them; what has come of each is its answer. Ended ones are no error."""
+
+        def end() -> None:
+            for request_id in list(self._tickets) if request_ids is None else request_ids:
+                output = self._loop.scheduler.abort(request_id)
+                if output is not None:
+                    self._take(output)
+
+        self._loop.call(end)
+
+    def stats(self) -> dict[str, int]:
+        """Counts as of now, taken between two steps."""
+
+        def count() -> dict[str, int]:
+            scheduler = self._loop.scheduler
+            return {
+                "pages_total": scheduler.pool.total,
+                "pages_free": scheduler.pool.free,
+                "pages_cached": 0,
+                "running": scheduler.running,
+                "waiting": scheduler.waiting,
+                "preemptions": scheduler.preemptions,
+                "prefix_hit_tokens": 0,
+                **self._counters(),
+            }
+
+        return self._loop.call(count).result()
+
+    def close(self) -> None:
+        """Stop the thread. Requests that are still running fail with `EngineDied`. Calling it twice is no error."""
+        if self._thread.is_alive():
+            with contextlib.suppress(EngineDied):
+                self._loop.stop()
+            self._thread.join()
+
+    # --- in the engine thread ---
+
+    def _serve(
+        self, build: Callable[[], BuiltDevice], depth: int, ready: Future[tuple[EngineLoop, BuiltDevice]]
+    ) -> None:
+        try:
+            device = build()
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+        loop = EngineLoop(Scheduler(device.limits), device, depth, self._deliver)
+        ready.set_result((loop, device))
+        end: Exception = EngineDied("the engine was closed")
+        try:
+            loop.run()
+        except Exception as error:  # nobody may wait for ever, whatever went wrong
+            end = EngineDied(f"the engine has failed, and must be made anew: {type(error).__name__}: {error}")
+            end.__cause__ = error
+        loop.close(end)
+        device.shutdown()
+        for ticket in self._tickets.values():
+            ticket.fail(end)
+
+    def _deliver(self, outputs: list[Output]) -> list[int]:
+        return [output.request_id for output in outputs if self._take(output)]
+
+    def _take(self, output: Output) -> bool:
+        ticket = self._tickets[output.request_id]
+        enough = ticket.take(output)
+        if ticket.future.done():
+            del self._tickets[output.request_id]
+        return enough
+
+    def _check_ids(self, prompt: list[int], sampling: SamplingParams, stop_ids: tuple[int, ...]) -> None:
+        vocab = self.limits.vocab
+        for name, ids in (("prompt token", prompt), ("stop_token_ids", stop_ids), ("logit_bias", sampling.logit_bias)):
+            unknown = next((i for i in ids if not 0 <= i < vocab), None)
+            if unknown is not None:
+                raise RequestError(f"{name} {unknown} is not in the vocabulary of {vocab} tokens")
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(f"{len(stop_ids)} stop ids, the model's own included; {MAX_STOP_IDS} is the most")

@@ -1,0 +1,375 @@
+"""The Python front: text and messages in, text out. `fastgraph.load_model()` returns an `LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import Any, cast, overload
+
+import numpy as np
+
+from fastgraph.config import EngineConfig, SamplingParams
+from fastgraph.control.states import FinishReason
+from fastgraph.engine import Answer, Engine, Ticket, Timing, TokenLogprob
+from fastgraph.errors import ConfigError, RequestError
+from fastgraph.loading.chat_template import ChatTemplate, find_chat_template
+from fastgraph.loading.checkpoint import Checkpoint, Progress, open_checkpoint
+from fastgraph.loading.tokenizer import Tokenizer
+from fastgraph.text import TextStream
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+Prompt = str | Sequence[int]  # text, or token ids
+
+DEFAULT_MAX_TOKENS = 256  # of a request that does not say; `max_tokens=None` is as many as the context leaves
+
+__all__ = ["LLM", "Completion", "Stream", "Timing", "TokenLogprob", "load_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer. `str()` of it is its text."""
+
+    text: str
+    token_ids: list[int]  # without the end-of-text id
+    finish_reason: FinishReason  # "stop", "length" or "abort"
+    logprobs: list[TokenLogprob] | None  # one per token, if asked for
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, found in the prefix cache
+    timing: Timing
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def load_model(name: str | None = None, *, progress: Progress | None = None, **options: Any) -> LLM:
+    """Load a model and start an engine for it.
+
+    `name` is a folder, a .gguf file or a hub id; None is a small default model. `options` are the fields of
+    `EngineConfig`. `progress(phase, fraction)` is told what happens meanwhile. Raises `ConfigError` for an unknown or
+    impossible option, `ModelError` for a model that cannot be loaded.
+    """
+    known = EngineConfig.__dataclass_fields__
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(f"unknown option {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
+    return LLM(EngineConfig(model=name, **options), progress=progress)
+
+
+class LLM:
+    """A model being served in this process. Threads and coroutines may call it at once; `close` it, or use `with`.
+
+    Sampling options of every method are the fields of `SamplingParams`; those left out come from the model's
+    generation config, and are greedy without one. An unknown option raises `RequestError`.
+    """
+
+    def __init__(self, config: EngineConfig, *, progress: Progress | None = None) -> None:
+        from fastgraph.device.builder import build_device, settle_device, settle_dtype  # torch takes seconds to import
+
+        tell: Progress = progress or (lambda phase, fraction: None)
+        device = settle_device(config)
+        dtype = str(settle_dtype(config, device)).removeprefix("torch.")
+        self.checkpoint: Checkpoint = open_checkpoint(
+            config.model,
+            dtype=dtype,
+            revision=config.revision,
+            token=config.token,
+            offline=config.offline,
+            weights=config.load_format != "dummy",
+            progress=tell,
+        )
+        self.tokenizer = _read_tokenizer(self.checkpoint, dummy=config.load_format == "dummy")
+        template = find_chat_template(self.checkpoint.folder, config.chat_template)
+        special = self.tokenizer.special_tokens if self.tokenizer else {}
+        self._template = ChatTemplate(template, special) if template is not None else None
+        self._defaults = _sampling_defaults(self.checkpoint.generation_config)
+        vocab = self.tokenizer.vocab_size if self.tokenizer else None
+        self._engine = Engine(
+            lambda: build_device(config, self.checkpoint, device, vocab, tell), depth=config.in_flight_depth or 0
+        )
+        self.limits = self._engine.limits
+        # Neither a forgotten `close` nor the interpreter's end may leave the thread running.
+        self._close = weakref.finalize(self, self._engine.close)
+
+    # --- answers, whole ---
+
+    @overload
+    def generate(self, prompts: str, *, progress: bool | None = None, **sampling: Any) -> Completion: ...
+    @overload
+    def generate(self, prompts: Sequence[int], *, progress: bool | None = None, **sampling: Any) -> Completion: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], *, progress: bool | None = None, **sampling: Any
+    ) -> list[Completion]: ...
+    def generate(self, prompts: Any, *, progress: bool | None = None, **sampling: Any) -> Any:
+        """Complete one prompt (text, or token ids) or a list of them.
+
+        Returns a `Completion` for a prompt, and for a list of prompts a list in its order; with n > 1 each is itself a
+        list of n. `progress` shows a bar on stderr: by default for more than one prompt, on a terminal.
+        """
+        if _is_prompt(prompts):
+            return self._answer([self._ids(prompts)], sampling, progress)[0]
+        return self._answer(self._all_ids(prompts), sampling, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Completion:
+        """Answer a conversation, written down by the model's chat template. With n > 1, a list of n answers."""
+        ids = self.render(messages, tools=tools, template_variables=template_variables)
+        return cast(Completion, self._answer([ids], sampling, progress=False)[0])
+
+    async def agenerate(self, prompt: Prompt, **sampling: Any) -> Completion:
+        """`generate` for one prompt, without blocking the event loop. Cancelling it aborts the request."""
+        tickets = self._submit(self._ids(prompt), sampling)
+        try:
+            answers = await asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
+        except asyncio.CancelledError:
+            self._engine.abort([ticket.request.id for ticket in tickets])
+            raise
+        return cast(Completion, _single([self._completion(answer) for answer in answers]))
+
+    # --- answers, as they come ---
+
+    def stream(self, prompt: Prompt | Sequence[Message], **sampling: Any) -> Stream:
+        """Iterate over the pieces of one answer's text, to a prompt or to a conversation.
+
+        Joined, they are the text of `Stream.completion`. Leaving the loop early aborts the request.
+        """
+        pieces: SimpleQueue[str | None] = SimpleQueue()
+        ticket = self._submit_stream(prompt, sampling, pieces.put)
+        ticket.future.add_done_callback(lambda future: pieces.put(None))
+        return Stream(self, ticket, pieces)
+
+    async def astream(self, prompt: Prompt | Sequence[Message], **sampling: Any) -> AsyncIterator[str]:
+        """`stream` for coroutines."""
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[str | None] = asyncio.Queue()
+
+        def put(piece: str | None) -> None:
+            # A loop that has closed has nobody left to tell.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        ticket = self._submit_stream(prompt, sampling, put)
+        ticket.future.add_done_callback(lambda future: put(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            ticket.future.result()  # a failure must not look like an end
+        finally:
+            self.abort(ticket.request.id)
+
+    # --- the rest ---
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids that a conversation becomes, up to where the answer begins."""
+        if self._template is None:
+            raise RequestError(
+                f"{self.checkpoint.name} has no chat template, and none is guessed: give one with --chat-template "
+                f"(in Python, chat_template=), a jinja file, or use `generate`"
+            )
+        text = self._template.render(messages, tools=tools, **(template_variables or {}))
+        # The template has written the special tokens itself; a second BOS would change the answer.
+        return self._text_tokenizer.encode(text, add_special_tokens=False)
+
+    def abort(self, request: Stream | int | None = None) -> None:
+        """End a request (a `Stream`, or its `request_id`), or all of them. What came of it is its answer."""
+        if request is None:
+            self._engine.abort(None)
+        else:
+            self._engine.abort([request.request_id if isinstance(request, Stream) else request])
+
+    def stats(self) -> dict[str, int]:
+        """Pages, requests and counters, as of now. Pages and requests are counted, `*_tokens` are tokens."""
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Stop the engine and free its memory. Requests still running fail with `EngineDied`."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- from text to requests and back ---
+
+    @property
+    def _text_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{self.checkpoint.name} was loaded without a tokenizer: it takes and gives token ids")
+        return self.tokenizer
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        return self._all_ids([prompt])[0]
+
+    def _all_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of each prompt. Texts are tokenised together, which is faster."""
+        if not all(_is_prompt(prompt) for prompt in prompts):
+            raise RequestError("a prompt is a text or a list of token ids; `chat` and `stream` take messages")
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self._text_tokenizer.encode_batch(texts) if texts else ())
+        all_ids = [next(encoded) if isinstance(prompt, str) else list(map(int, prompt)) for prompt in prompts]
+        bos = self.tokenizer.bos_id if self.tokenizer else None
+        for number, ids in enumerate(all_ids):
+            if not ids and bos is None:
+                where = f" (number {number})" if len(all_ids) > 1 else ""
+                raise RequestError(f"the prompt{where} is empty, and the model has no BOS token to start from")
+        return [ids or [cast(int, bos)] for ids in all_ids]
+
+    def _submit(
+        self, ids: list[int], sampling: Mapping[str, Any], on_text: Callable[[str], None] | None = None
+    ) -> list[Ticket]:
+        """Queue one prompt's n requests."""
+        params = SamplingParams.of(self._defaults, sampling)
+        if "max_tokens" not in sampling:
+            room = max(self.limits.max_model_len - len(ids), 1)
+            params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
+        if on_text is not None and params.n > 1:
+            raise RequestError("a stream is one answer: n must be 1")
+        eos = self.tokenizer.eos_ids if self.tokenizer and not params.ignore_eos else frozenset[int]()
+        stop_ids = tuple(sorted(eos.union(params.stop_token_ids)))
+        reads_text = bool(params.stop) or on_text is not None
+        return [
+            self._engine.submit(
+                ids,
+                params,
+                seed=seed,
+                stop_ids=stop_ids,
+                text=TextStream(self._text_tokenizer, params.stop) if reads_text else None,
+                on_text=on_text,
+            )
+            for seed in _seeds(params.seed, params.n)
+        ]
+
+    def _submit_stream(
+        self, prompt: Prompt | Sequence[Message], sampling: Mapping[str, Any], on_text: Callable[[str], None]
+    ) -> Ticket:
+        ids = self._ids(cast(Prompt, prompt)) if _is_prompt(prompt) else self.render(cast(Sequence[Message], prompt))
+        return self._submit(ids, sampling, on_text)[0]
+
+    def _answer(self, prompts: Sequence[list[int]], sampling: Mapping[str, Any], progress: bool | None) -> list[Any]:
+        """A completion for each prompt, or a list of n. If anything stops the wait, everything is aborted."""
+        groups: list[list[Ticket]] = []
+        try:
+            for ids in prompts:
+                groups.append(self._submit(ids, sampling))
+            _wait([ticket.future for group in groups for ticket in group], progress)
+            return [_single([self._completion(ticket.future.result()) for ticket in group]) for group in groups]
+        except BaseException:
+            self._engine.abort([ticket.request.id for group in groups for ticket in group])
+            raise
+
+    def _completion(self, answer: Answer) -> Completion:
+        text = answer.text
+        if text is None:
+            text = self.tokenizer.decode(answer.token_ids) if self.tokenizer else ""
+        return Completion(
+            text=text,
+            token_ids=answer.token_ids,
+            finish_reason=answer.finish_reason,
+            logprobs=answer.logprobs,
+            prompt_tokens=answer.prompt_tokens,
+            cached_tokens=0,
+            timing=answer.timing,
+        )
+
+
+class Stream:
+    """The pieces of one answer's text, as an iterator. Used up, or left, it needs no closing."""
+
+    def __init__(self, llm: LLM, ticket: Ticket, pieces: SimpleQueue[str | None]) -> None:
+        self._llm, self._ticket, self._pieces = llm, ticket, pieces
+        self._ended = False
+        self.request_id = ticket.request.id
+
+    def __iter__(self) -> Iterator[str]:
+        # A generator is told when the loop over it is left, and then so is the engine.
+        try:
+            while not self._ended:
+                piece = self._pieces.get()
+                if piece is None:
+                    self._ended = True
+                    self._ticket.future.result()  # a failure must not look like an end
+                else:
+                    yield piece
+        finally:
+            if not self._ended:
+                self.abort()
+
+    def abort(self) -> None:
+        """End the answer here. What came is its completion, with finish_reason "abort"."""
+        self._llm.abort(self.request_id)
+
+    @property
+    def completion(self) -> Completion:
+        """The whole answer; waits for its end."""
+        return self._llm._completion(self._ticket.future.result())
+
+
+def _is_prompt(value: object) -> bool:
+    if isinstance(value, str):
+        return True
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(i, (int, np.integer)) for i in value)
+
+
+def _single(completions: list[Completion]) -> Completion | list[Completion]:
+    return completions[0] if len(completions) == 1 else completions
+
+
+def _seeds(seed: int | None, n: int) -> list[int]:
+    """A seed for each of n answers: random ones, or ones that follow from `seed`, which the first keeps."""
+    if seed is None:
+        return [secrets.randbits(63) for _ in range(n)]
+    spread = np.random.SeedSequence(seed).generate_state(n, np.uint64) >> np.uint64(1)
+    return [seed, *map(int, spread[1:])]
+
+
+def _sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's generation_config.json says of sampling; nothing if it does not ask to sample."""
+    if not generation_config.get("do_sample", generation_config.get("temperature") is not None):
+        return {}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    # Hugging Face's own default for a model that samples.
+    return {"temperature": 1.0} | {n: generation_config[n] for n in names if generation_config.get(n) is not None}
+
+
+def _wait(futures: Sequence[Future[Answer]], progress: bool | None) -> None:
+    """Until all are done, with a bar on stderr if asked for."""
+    show = progress if progress is not None else len(futures) > 1 and sys.stderr.isatty()
+    if not show:
+        wait(futures)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("generating", total=len(futures))
+        for _ in as_completed(futures):
+            bar.advance(task)
+
+
+def _read_tokenizer(checkpoint: Checkpoint, dummy: bool) -> Tokenizer | None:
+    """The folder's tokenizer. A dummy model may do without one."""
+    if dummy and not (checkpoint.folder / "tokenizer.json").is_file():
+        return None
+    return Tokenizer(checkpoint.folder, checkpoint.config, checkpoint.generation_config)
