@@ -41,7 +41,7 @@ class Config:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
-        """Read a config.json. Raises `ModelError` for what is missing or not supported."""
+        """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
         required = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
         missing = [name for name in required if raw.get(name) is None]
         if missing:
@@ -50,33 +50,24 @@ class Config:
         kv_heads, head_dim = raw.get("num_key_value_heads") or heads, raw.get("head_dim") or raw["hidden_size"] // heads
         mistral = "MistralForCausalLM" in raw.get("architectures", ())
         refused = {
-            f"hidden_act={raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") not in ("silu", "swish"),
-            f"num_key_value_heads={kv_heads} of {heads} heads": heads % kv_heads != 0,
-            f"head_dim={head_dim}": head_dim % 2 != 0,
+            f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") not in ("silu", "swish"),
+            f"{kv_heads} kv heads for {heads} heads": heads % kv_heads != 0,
+            f"head_dim {head_dim}": head_dim % 2 != 0,
             "rope_interleaved": bool(raw.get("rope_interleaved")),
+            "partial_rotary_factor": raw.get("partial_rotary_factor") not in (None, 1),
             "several layer_types": len(set(raw.get("layer_types") or ())) > 1,
         }
         if any(refused.values()):
-            raise ModelError(f"this kind of Llama is not supported: {', '.join(k for k, v in refused.items() if v)}")
+            found = ", ".join(name for name, present in refused.items() if present)
+            raise ModelError(f"models/llama.py cannot run {found}; docs/add-a-model.md shows how to add a model file")
         rope = _rope_parameters(raw, positions)
         if rope["rope_type"] in ("dynamic", "yarn"):  # max_position_embeddings may be the length before the stretch
             positions = max(positions, int(rope["trained_positions"] * rope["factor"]))
-        return cls(
-            layers=raw["num_hidden_layers"],
-            hidden=raw["hidden_size"],
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate=raw["intermediate_size"],
-            vocab=raw["vocab_size"],
-            max_positions=positions,
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            window=(raw.get("sliding_window", 4096) or 0) if mistral else 0,
-            tied=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bool(raw.get("attention_bias", False)) and not mistral,
-            mlp_bias=bool(raw.get("mlp_bias", False)) and not mistral,
-            rope=rope,
-        )
+        window = raw.get("sliding_window", 4096) or 0 if mistral else 0
+        biased = {name: bool(raw.get(name)) and not mistral for name in ("attention_bias", "mlp_bias")}
+        sizes = (raw["num_hidden_layers"], raw["hidden_size"], heads, kv_heads, head_dim, raw["intermediate_size"])
+        eps, tied = raw.get("rms_norm_eps", 1e-6), bool(raw.get("tie_word_embeddings", False))
+        return cls(*sizes, raw["vocab_size"], positions, eps, window, tied, **biased, rope=rope)
 
 
 def _rope_parameters(raw: Mapping[str, Any], positions: int) -> dict[str, Any]:
@@ -84,11 +75,11 @@ def _rope_parameters(raw: Mapping[str, Any], positions: int) -> dict[str, Any]:
     given = {k: v for k, v in (raw.get("rope_scaling") or raw.get("rope_parameters") or {}).items() if v is not None}
     rope: dict[str, Any] = {"rope_theta": raw.get("rope_theta") or 10000.0, "rope_type": given.pop("type", "default")}
     rope.update(given)
-    needs = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ()}
+    needs = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",)}
     needs["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
     kind = rope["rope_type"]
-    per_layer_type = any(isinstance(v, Mapping) for v in given.values())
-    if kind not in needs or per_layer_type or given.get("partial_rotary_factor", 1) != 1:
+    nested = any(isinstance(value, Mapping) for value in given.values())  # a rope for each layer type
+    if kind not in needs or nested or given.get("partial_rotary_factor", 1) != 1:
         raise ModelError(f"rope scaling {given or kind!r} is not supported; supported types are {', '.join(needs)}")
     lacking = [name for name in needs[kind] if name not in rope]
     if lacking:
@@ -96,45 +87,36 @@ def _rope_parameters(raw: Mapping[str, Any], positions: int) -> dict[str, Any]:
     # A dynamic rope stretches past max_position_embeddings; the others may state what length they were trained for.
     stated = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     rope["trained_positions"] = positions if kind == "dynamic" else stated or positions
-    if kind == "yarn":
-        rope.setdefault("factor", positions / rope["trained_positions"])
     return rope
 
 
 def frequencies(rope: Mapping[str, Any], dim: int) -> tuple[list[float], float]:
-    """Radians a position turns each pair of a head, in float64, and what cos and sin are multiplied with.
+    """Radians that a position turns each pair of a head, in float64, and what cos and sin are multiplied with.
 
-    RoPE: arXiv:2104.09864. YaRN: arXiv:2309.00071. Scaling as in transformers' modeling_rope_utils.py.
+    RoPE: arXiv:2104.09864. YaRN: arXiv:2309.00071. Scaling as in transformers' modeling_rope_utils.py: a share of each
+    frequency is kept, the rest is divided by the factor.
     """
     theta, kind, trained = rope["rope_theta"], rope["rope_type"], rope["trained_positions"]
-    factor = rope.get("factor", 1.0)
+    factor, scale = rope.get("factor", 1.0), 1.0
     plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
-    if kind == "linear":
-        return [f / factor for f in plain], 1.0
-    if kind == "llama3":  # long waves are stretched, short ones kept, those between are mixed
+    kept = [0.0 if kind == "linear" else 1.0] * len(plain)
+    if kind == "llama3":  # by the turns a pair makes over the trained length
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        turns = [trained * f / (2 * math.pi) for f in plain]
-        kept = [min(max((t - low) / (high - low), 0.0), 1.0) for t in turns]
-        return [f * k + f / factor * (1 - k) for f, k in zip(plain, kept, strict=True)], 1.0
-    if kind == "yarn":
-
-        def pair_that_turns(times: float) -> float:
-            return dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-        def temper(mscale: float) -> float:
-            return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-        first, last = pair_that_turns(rope.get("beta_fast") or 32), pair_that_turns(rope.get("beta_slow") or 1)
+        kept = [(trained * f / (2 * math.pi) - low) / (high - low) for f in plain]
+    if kind == "yarn":  # by the pair's place between those that turn beta_fast and beta_slow times
+        turns = (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
+        first, last = (dim * math.log(trained / (t * 2 * math.pi)) / (2 * math.log(theta)) for t in turns)
         if rope.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, dim - 1)
-        span = last - first or 0.001
-        kept = [1 - min(max((i - first) / span, 0.0), 1.0) for i in range(dim // 2)]
-        mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-        scale = temper(mscale) / temper(all_dim) if mscale and all_dim else temper(1.0)
-        mixed = [f * k + f / factor * (1 - k) for f, k in zip(plain, kept, strict=True)]
-        return mixed, rope.get("attention_factor", scale)
-    return plain, 1.0
+        last += 0.001 if first == last else 0.0
+        kept = [(last - i) / (last - first) for i in range(len(plain))]
+        both = rope.get("mscale") and rope.get("mscale_all_dim")
+        above, below = (rope["mscale"], rope["mscale_all_dim"]) if both else (1.0, 0.0)
+        growth = 0.1 * math.log(max(factor, 1.0))
+        scale = rope.get("attention_factor", (above * growth + 1) / (below * growth + 1))
+    kept = [min(max(share, 0.0), 1.0) for share in kept]
+    return [f * k + f / factor * (1 - k) for f, k in zip(plain, kept, strict=True)], scale
 
 
 class Rope(nn.Module):
@@ -143,8 +125,8 @@ class Rope(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.values, self.scale = frequencies(config.rope, config.head_dim)
-        self.register_buffer("frequencies", torch.tensor(self.values, dtype=torch.float32), persistent=False)
         self.frequencies: Tensor  # [head_dim / 2]
+        self.register_buffer("frequencies", torch.tensor(self.values, dtype=torch.float32), persistent=False)
         self.dynamic = config.rope["rope_type"] == "dynamic"
         self.factor, self.trained = config.rope.get("factor", 1.0), config.rope["trained_positions"]
 
