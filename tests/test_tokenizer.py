@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +84,11 @@ def test_default_model_gives_the_ids_that_its_authors_tokenizer_gives(smollm: To
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=40))
-def test_any_text_survives_the_round_trip(smollm: Tokenizer, reference: Any, text: str) -> None:
+def test_any_text_is_treated_as_in_transformers(smollm: Tokenizer, reference: Any, text: str) -> None:
     ids = smollm.encode(text)
     assert ids == reference(text)["input_ids"]
-    assert smollm.decode(ids, skip_special_tokens=False) == text
+    # Not always the text again: this vocabulary lacks a few control characters and some bytes of Unicode's far planes.
+    assert smollm.decode(ids, skip_special_tokens=False) == reference.decode(ids)
 
 
 @settings(max_examples=150, deadline=None)
@@ -198,17 +199,19 @@ def test_a_decoder_that_is_not_known_is_an_error(tmp_path: Path) -> None:
         Tokenizer(tmp_path, {}, {})
 
 
-class TestSentencePiece:
-    @pytest.fixture(scope="class", params=[True, False], ids=["prefix", "no-prefix"])
-    def pair(self, request: Any, tmp_path_factory: Any) -> Iterator[tuple[Tokenizer, Any, Path]]:
-        folder = tmp_path_factory.mktemp("spm")
-        original = train_sentencepiece(folder, add_dummy_prefix=request.param)
-        write_llama(folder / "m.gguf", original, metadata={"tokenizer.ggml.add_space_prefix": request.param})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FASTGRAPH_CACHE", str(folder / "cache"))
-            converted = gguf.convert(folder / "m.gguf", "float32", lambda phase, share: None)
-        yield Tokenizer(converted, {}, {}), original, converted
+@pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no-prefix"])
+def pair(request: Any, tmp_path_factory: Any) -> tuple[Tokenizer, Any, Path]:
+    """A tokenizer made from a GGUF file, the SentencePiece model that went into the file, and the converted folder."""
+    folder = tmp_path_factory.mktemp("spm")
+    original = train_sentencepiece(folder, add_dummy_prefix=request.param)
+    write_llama(folder / "m.gguf", original, metadata={"tokenizer.ggml.add_space_prefix": request.param})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTGRAPH_CACHE", str(folder / "cache"))
+        converted = gguf.convert(folder / "m.gguf", "float32", lambda phase, share: None)
+    return Tokenizer(converted, {}, {}), original, converted
 
+
+class TestSentencePiece:
     def test_encodes_as_sentencepiece_does(self, pair: tuple[Tokenizer, Any, Path]) -> None:
         tokenizer, original, _ = pair
         tails = ["", " ", "  x", "\n\n", "😀", "日本語", " 1234", "ß…", "\u0000"]
@@ -235,23 +238,27 @@ class TestSentencePiece:
         assert tokenizer.special_ids >= {original.bos_id(), original.eos_id()}
 
 
+SPLIT_TEXT = (
+    "It's WE'LL 'tis x='s 12345 ٣٤٥ a1b22c333 foo_bar--baz!!! (ok)\r\n\r\n\tdef  f( x ):\n    pass   \n"
+    "naïve Ünïcödé 日本語123 ½² $100,000.00 <=>^~| 😀😀 \u00a0  end  "
+)
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# tokenizer.ggml.pre -> the published expressions, each of which splits what the one before left.
+EXPRESSIONS = {
+    "gpt-2": [GPT2],
+    "smollm": [r"\p{N}", GPT2],
+    "llama-bpe": [LLAMA3],
+    "qwen2": [LLAMA3.replace("{1,3}", "")],
+    "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
+}
+
+
 class TestPreTokenizers:
     """Where a text is split, by the name that a GGUF file gives."""
-
-    TEXT = (
-        "It's WE'LL 'tis x='s 12345 ٣٤٥ a1b22c333 foo_bar--baz!!! (ok)\r\n\r\n\tdef  f( x ):\n    pass   \n"
-        "naïve Ünïcödé 日本語123 ½² $100,000.00 <=>^~| 😀😀 \u00a0  end  "
-    )
-    LLAMA3 = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-    GPT2 = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-    # tokenizer.ggml.pre -> the published expressions, each of which splits what the one before left.
-    EXPRESSIONS = {
-        "gpt-2": [GPT2],
-        "smollm": [r"\p{N}", GPT2],
-        "llama-bpe": [LLAMA3],
-        "qwen2": [LLAMA3.replace("{1,3}", "")],
-        "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
-    }
 
     @staticmethod
     def metadata(**more: Any) -> dict[str, Any]:
@@ -269,15 +276,15 @@ class TestPreTokenizers:
     @pytest.mark.parametrize("name", EXPRESSIONS)
     def test_splits_as_the_published_expressions_do(self, name: str) -> None:
         text, _ = build_tokenizer(self.metadata(pre=name))
-        split = [span for _, span in tokenizers.Tokenizer.from_str(text).pre_tokenizer.pre_tokenize_str(self.TEXT)]
-        expected = [(0, len(self.TEXT))]
-        for expression in self.EXPRESSIONS[name]:
-            cuts = {0, len(self.TEXT)}
+        split = [span for _, span in tokenizers.Tokenizer.from_str(text).pre_tokenizer.pre_tokenize_str(SPLIT_TEXT)]
+        expected = [(0, len(SPLIT_TEXT))]
+        for expression in EXPRESSIONS[name]:
+            cuts = {0, len(SPLIT_TEXT)}
             for start, stop in expected:
-                found = [m.span() for m in regex.finditer(expression, self.TEXT[start:stop])]
+                found = [m.span() for m in regex.finditer(expression, SPLIT_TEXT[start:stop])]
                 cuts |= {start, stop} | {start + place for span in found for place in span}
             ordered = sorted(cuts)
-            expected = list(zip(ordered, ordered[1:], strict=False))
+            expected = list(itertools.pairwise(ordered))
         assert split == expected
 
     def test_a_name_that_is_not_known_is_an_error_that_lists_those_that_are(self) -> None:

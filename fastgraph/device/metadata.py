@@ -27,16 +27,30 @@ class StepInputs(NamedTuple):
 
 
 class StepMetadata:
-    """Static input buffers. Decode rows are alike (one token, the slot's last), so only `slots` ever changes."""
+    """Static input buffers, of which a step reads the front. A captured graph reads the very same addresses.
+
+    Every input starts its own storage: a compiled step takes another offset for another graph.
+    """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
-        rows = limits.slots
+        rows, tokens = limits.slots, limits.max_step_tokens
+
+        def full(size: int, value: int) -> Tensor:
+            return torch.full((size,), value, dtype=torch.int32, device=device)
+
+        # Decode rows are alike (one token, the slot's last), so of a decode step only the slots ever change.
+        self._decode = StepInputs(
+            ids=full(rows, FROM_SLOT),
+            offsets=full(rows, 0),
+            token_slots=full(rows, NULL_SLOT),
+            slots=full(rows, NULL_SLOT),
+            sampling_slots=full(rows, NULL_SLOT),
+            query_start=torch.arange(rows + 1, dtype=torch.int32, device=device),
+            last=torch.arange(rows, dtype=torch.int32, device=device),
+            query_lengths=full(rows, 1),
+        )
+        self._mixed = StepInputs(*(full(n, 0) for n in (tokens, tokens, tokens, rows, rows, rows + 1, rows, rows)))
         self._device = device
-        self._slots = torch.full((rows,), NULL_SLOT, dtype=torch.int32, device=device)
-        self._from_slot = torch.full((rows,), FROM_SLOT, dtype=torch.int32, device=device)
-        self._zeros = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._ones = torch.ones(rows, dtype=torch.int32, device=device)
-        self._arange = torch.arange(rows + 1, dtype=torch.int32, device=device)
 
     def refresh_decode_metadata(self, bs: int, actual_bs: int, slots: Int32, *, for_graph_replay: bool) -> StepInputs:
         """Inputs of a decode step of `bs` rows, of which the first `actual_bs` are live.
@@ -48,39 +62,39 @@ class StepMetadata:
         assert for_graph_replay or bs == actual_bs
         padded = np.full(bs, NULL_SLOT, np.int32)
         padded[:actual_bs] = slots
-        self._slots[:bs].copy_(torch.from_numpy(padded))
-        # Each a view of its own: to a compiled step, one tensor in two places is another graph.
-        return StepInputs(
-            ids=self._from_slot[:bs],
-            offsets=self._zeros[:bs],
-            token_slots=self._slots[:bs],
-            slots=self._slots[:bs],
-            sampling_slots=self._slots[:bs],
-            query_start=self._arange[: bs + 1],
-            last=self._arange[:bs],
-            query_lengths=self._ones[:bs],
+        inputs = StepInputs(*(buffer[:bs] for buffer in self._decode))._replace(
+            query_start=self._decode.query_start[: bs + 1]
         )
+        on_device = self._upload(padded)
+        torch._foreach_copy_([inputs.token_slots, inputs.slots, inputs.sampling_slots], [on_device] * 3)
+        return inputs
 
     def refresh_mixed_metadata(self, plan: StepPlan) -> StepInputs:
         """Inputs of a step with prefill spans: decode rows first, then a row for each span. One packed copy."""
-        lengths = np.array([1] * len(plan.decode_slots) + [len(s.ids) for s in plan.spans], np.int32)
-        slots = np.concatenate([plan.decode_slots, np.array([s.slot for s in plan.spans], np.int32)])
-        sampling = np.concatenate(
-            [plan.decode_slots, np.array([s.slot if s.samples else NULL_SLOT for s in plan.spans], np.int32)]
-        )
+        decoding = plan.decode_slots
+        lengths = np.array([1] * len(decoding) + [len(s.ids) for s in plan.spans], np.int32)
+        slots = np.concatenate([decoding, np.array([s.slot for s in plan.spans], np.int32)])
+        ends = np.array([s.slot if s.samples else NULL_SLOT for s in plan.spans], np.int32)
         start = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
-        decode_ids = np.full(len(plan.decode_slots), FROM_SLOT, np.int32)
-        parts = (
-            np.concatenate([decode_ids, *(s.ids for s in plan.spans)]),
+        parts = (  # in the order of StepInputs
+            np.concatenate([np.full(len(decoding), FROM_SLOT, np.int32), *(s.ids for s in plan.spans)]),
             np.arange(start[-1], dtype=np.int32) - np.repeat(start[:-1], lengths),
             np.repeat(slots, lengths),
             slots,
-            sampling,
+            np.concatenate([decoding, ends]),
             start,
             start[1:] - 1,
             lengths,
         )
-        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32))
-        if self._device.type != "cpu":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
-        return StepInputs(*packed.split([len(part) for part in parts]))
+        sizes = [len(part) for part in parts]
+        packed = self._upload(np.concatenate(parts, dtype=np.int32))
+        inputs = StepInputs(*(buffer[:size] for buffer, size in zip(self._mixed, sizes, strict=True)))
+        torch._foreach_copy_(list(inputs), packed.split(sizes))
+        return inputs
+
+    def _upload(self, array: Int32) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        # Pinned, so that the copy does not wait for the steps in flight; torch keeps the buffer until it is done.
+        return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int32])
 
@@ -109,18 +110,19 @@ def _(*_: object) -> None:
 
 def _sample_batch(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerOutput) -> None:
     at = slots.long()
-    mine = SamplerState(*(table[at] for table in state))
-    vocab = raw.shape[1]
-    adjusted = _penalise(_bias(raw, mine), mine.output_counts[:, :vocab], mine.prompt_tokens[:, :vocab], mine)
-    values, ids = _ban(adjusted, mine).sort(dim=-1, descending=True, stable=True)
+    mine = _gather(state, at)
+    counts, in_prompt = (table[at, : raw.shape[1]] for table in (state.output_counts, state.prompt_tokens))
+    adjusted = _ban(_penalise(_bias(raw, mine), counts, in_prompt, mine), mine)
+    values, ids = adjusted.sort(dim=-1, descending=True, stable=True)
     top = values[:, 0]
     sampled = (mine.temperature > 0) & (mine.top_k != 1) & top.isfinite()
-    tokens = torch.where(sampled, _draw(_scale(values, top[:, None], mine), ids, mine), ids[:, 0])
+    scaled = _scale(values, top[:, None], torch.where(sampled, mine.temperature, 1.0)[:, None])
+    tokens = torch.where(sampled, _draw(scaled, ids, mine), ids[:, 0])
     tokens = torch.where(top > _BANNED, tokens, raw.argmax(-1))
     tokens = torch.where(slots > 0, tokens, 0)
     out.tokens.copy_(tokens)
     # All rows of the null slot write the same: what is there.
-    count = mine.output_counts.gather(1, tokens[:, None])[:, 0]
+    count = state.output_counts[at, tokens]
     counted = _penalised(mine) & (slots > 0) & (count < _MOST)
     state.output_counts[at, tokens] = count + counted.to(count.dtype)
     wanted = torch.where(slots > 0, mine.logprobs, -1)
@@ -137,60 +139,65 @@ def _sample_rows(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerOu
         state.bias_ids[:, 0] >= 0,
         _penalised(state),
         state.generated < state.min_tokens,
-        state.logprobs,
+        state.logprobs >= 0,
     )
-    asked = zip(rows.tolist(), *(column.numpy()[rows].tolist() for column in wants), strict=True)
-    for row, (slot, sampled, biased, penalised, banned, listed) in enumerate(asked):
+    asked = [*zip(rows.tolist(), *(column.numpy()[rows].tolist() for column in wants), strict=True)]
+    drawn = []
+    for row, (slot, sampled, biased, penalised, banned, _) in enumerate(asked):
         if slot == 0:
             continue
-        logits = adjusted = raw[row : row + 1]
-        if not (sampled or biased or penalised or banned or listed >= 0):
-            out.tokens[row] = _argmax(logits)
-            continue
-        mine = SamplerState(*(table[slot : slot + 1] for table in state))
-        if biased:
-            adjusted = _bias(adjusted, mine)
-        if penalised:
-            adjusted = _penalise_seen(adjusted, mine)
-        if banned:
-            adjusted = _ban(adjusted, mine)
+        logits = raw[row : row + 1]
+        adjusted = logits
+        if biased or penalised or banned:
+            mine = _view(state, slot)
+            adjusted = _bias(adjusted, mine) if biased else adjusted
+            adjusted = _penalise_seen(adjusted, mine) if penalised else adjusted
+            adjusted = _ban(adjusted, mine) if banned else adjusted
         token = _argmax(adjusted)
-        top = adjusted[0, token].item()
+        top = adjusted[0, token]
         if not top > _BANNED:
             token = _argmax(logits)
         elif sampled and isfinite(top):
-            token = _draw_row(adjusted, token, mine)
+            drawn.append((row, *_candidates(adjusted, top, slot, state)))
         out.tokens[row] = token
-        if penalised and mine.output_counts[0, token] < _MOST:
-            mine.output_counts[0, token] += 1
-        if listed >= 0:
+    if drawn:
+        at, scaled, ids, totals = zip(*drawn, strict=True)
+        at = torch.tensor(at)
+        scaled = pad_sequence(scaled, batch_first=True, padding_value=_BANNED)
+        ids = pad_sequence(ids, batch_first=True)
+        out.tokens[at] = _draw(scaled, ids, _gather(state, slots[at].long()), torch.tensor(totals)[:, None]).int()
+    for row, (slot, _, _, penalised, _, listed) in enumerate(asked):
+        token = out.tokens[row : row + 1].long()
+        if slot and penalised and state.output_counts[slot, token] < _MOST:
+            state.output_counts[slot, token] += 1
+        if slot and listed:
+            wanted = state.logprobs[slot : slot + 1]
             part = SamplerOutput(*(tensor[row : row + 1] for tensor in out))
-            values, ids = _largest(logits, min(listed, logits.shape[1]))
-            _report(logits, part.tokens.long(), values, ids, mine.logprobs, part)
+            _report(raw[row : row + 1], token, *_largest(raw[row : row + 1], int(wanted)), wanted, part)
 
 
-def _draw_row(x: Tensor, likeliest: int, mine: SamplerState) -> int:
-    """Draw from one row. Only tokens that can still win are ranked and given noise. x: [1, vocab]."""
-    top = x[:, likeliest : likeliest + 1]
-    k, p, least = int(mine.top_k), float(mine.top_p), float(mine.min_p)
+def _candidates(x: Tensor, top: Tensor, slot: int, state: SamplerState) -> tuple[Tensor, Tensor, int]:
+    """Of one row, the tokens that can still win, as `_draw` takes them. x: [1, vocab] -> [n], [n], mass of all."""
+    temperature = state.temperature[slot]
+    k, p, least = int(state.top_k[slot]), float(state.top_p[slot]), float(state.min_p[slot])
     if 0 < k < x.shape[1]:
         values, ids = _largest(x, k)
-        return int(_draw(_scale(values, top, mine), ids, mine))
-    scaled = _scale(x, top, mine)
+        scaled = _scale(values[0], top, temperature)
+        return scaled, ids[0], int(_mass(scaled).sum())
+    scaled = _scale(x[0], top, temperature)
     if p < 1:
         ids, total = _reaching(scaled, p)
-    else:
-        total = None
-        ids = _at_least(scaled, max(-_REACH, log(least) - 1e-3) if least > 0 else -_REACH)
-    return int(_draw(scaled.index_select(1, ids), ids[None], mine, total))
+        return scaled[ids], ids, total
+    ids = _at_least(scaled, max(-_REACH, log(least) - 1e-3) if least > 0 else -_REACH)
+    return scaled.index_select(0, ids), ids, 0  # no filter asks for the mass
 
 
-def _reaching(scaled: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """Ids of enough of one row's tokens to hold the mass of top_p, and the mass of all. scaled: [1, vocab].
+def _reaching(scaled: Tensor, p: float) -> tuple[Tensor, int]:
+    """Ids of enough of a row's tokens to hold the mass of top_p, and the mass of all. scaled: [vocab].
 
     Ranked where it matters: every bucket but the last is within top_p whatever its order.
     """
-    values, mass = scaled[0].numpy(), _mass(scaled[0]).numpy()
+    values, mass = scaled.numpy(), _mass(scaled).numpy()
     total = int(mass.sum())
     # Together, the tokens below their share of what top_p leaves out have less than it leaves out.
     ids = np.flatnonzero(mass >= int((1 - p) * total / len(mass)))
@@ -199,7 +206,7 @@ def _reaching(scaled: Tensor, p: float) -> tuple[Tensor, Tensor]:
     last = np.searchsorted(reached, p * total)
     edge = ids[buckets == last]
     edge = edge[np.argsort(-values[edge], kind="stable")]
-    return torch.from_numpy(np.concatenate([ids[buckets < last], edge])), torch.tensor(total)
+    return torch.from_numpy(np.concatenate([ids[buckets < last], edge])), total
 
 
 def _argmax(x: Tensor) -> int:
@@ -207,13 +214,14 @@ def _argmax(x: Tensor) -> int:
 
 
 def _at_least(x: Tensor, floor: float) -> Tensor:
-    """Ids, ascending, of the values of one row from `floor` up. x: [1, vocab] -> [found]."""
-    return torch.from_numpy(np.flatnonzero(x[0].numpy() >= floor))
+    """Ids, ascending, of a row's values from `floor` up. x: [vocab] -> [n]."""
+    return torch.from_numpy(np.flatnonzero(x.numpy() >= floor))
 
 
 def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The first k values and ids of one row's ranking, without sorting the row. x: [1, vocab] -> [1, k] twice."""
-    ids = _at_least(x, x.topk(max(k, 1)).values[0, -1].item())
+    k = min(k, x.shape[1])
+    ids = _at_least(x[0], x.topk(max(k, 1)).values[0, -1].item())
     values, order = x[:, ids].sort(dim=-1, descending=True, stable=True)
     return values[:, :k], ids[order][:, :k]
 
@@ -224,7 +232,16 @@ def _penalise_seen(x: Tensor, mine: SamplerState) -> Tensor:
     return x.index_copy(1, seen, _penalise(x[:, seen], counts[seen], in_prompt[seen], mine))
 
 
+def _view(state: SamplerState, slot: int) -> SamplerState:
+    return SamplerState(*(table[slot : slot + 1] for table in state))
+
+
 # --- the stages: x is [rows, vocab] or [rows, candidates], `mine` the state of each row's slot ---
+
+
+def _gather(state: SamplerState, at: Tensor) -> SamplerState:
+    """The state of each row's slot, but for the two tables as wide as the vocabulary: they stay whole."""
+    return SamplerState(*(table[at] for table in state[:-2]), *state[-2:])
 
 
 def _bias(x: Tensor, mine: SamplerState) -> Tensor:
@@ -251,10 +268,9 @@ def _ban(x: Tensor, mine: SamplerState) -> Tensor:
     return x.scatter_reduce(1, ids, torch.where(banned, _BANNED, torch.inf), "amin")
 
 
-def _scale(x: Tensor, top: Tensor, mine: SamplerState) -> Tensor:
+def _scale(x: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     """Temperature, on the distance from the largest logit: however small, it makes no inf and no 0 / 0."""
-    temperature = mine.temperature[:, None]
-    return (x - top) / torch.where(temperature > 0, temperature, 1.0)
+    return (x - top) / temperature
 
 
 def _mass(scaled: Tensor) -> Tensor:
