@@ -42,11 +42,13 @@ ROPES = {
     "default": rope("default", rope_theta=5000.0),
     "linear": rope("linear", factor=3.0),
     "dynamic": rope("dynamic", factor=4.0),
+    "dynamic-other-length": rope("dynamic", factor=4.0, original_max_position_embeddings=16),  # not looked at
     "llama3": rope("llama3", **LLAMA3),
     "yarn": rope("yarn", **YARN),
     "yarn-attention-factor": rope("yarn", **YARN, attention_factor=0.7),
     "yarn-mscale": rope("yarn", **YARN, mscale=0.8, mscale_all_dim=0.5),
     "yarn-one-mscale": rope("yarn", **YARN, mscale=0.8),
+    "yarn-past-the-last-pair": rope("yarn", factor=4.0, original_max_position_embeddings=2**20, rope_theta=100.0),
     "yarn-untruncated": rope("yarn", **YARN, beta_fast=16.0, beta_slow=2.0, truncate=False),
 }
 CONFIGS = {
