@@ -28,7 +28,6 @@ from torch.nn.utils.rnn import pad_sequence
 Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int32])
 
 _BANNED = -torch.inf
-_MOST = 32767  # that an answer can have of a token, as int16
 
 # Noise lies within -log(24 log 2) = -2.82 and 24 log 2 = 16.64, so a token this far below the likeliest never wins.
 _REACH = 19.5
@@ -121,10 +120,7 @@ def _sample_batch(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerO
     tokens = torch.where(top > _BANNED, tokens, raw.argmax(-1))
     tokens = torch.where(slots > 0, tokens, 0)
     out.tokens.copy_(tokens)
-    # All rows of the null slot write the same: what is there.
-    count = state.output_counts[at, tokens]
-    counted = _penalised(mine) & (slots > 0) & (count < _MOST)
-    state.output_counts[at, tokens] = count + counted.to(count.dtype)
+    _count(at, tokens, state)
     wanted = torch.where(slots > 0, mine.logprobs, -1)
     _report(raw, tokens, *raw.sort(dim=-1, descending=True, stable=True), wanted, out)
 
@@ -141,9 +137,12 @@ def _sample_rows(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerOu
         state.generated < state.min_tokens,
         state.logprobs >= 0,
     )
-    asked = [*zip(rows.tolist(), *(column.numpy()[rows].tolist() for column in wants), strict=True)]
-    drawn = []
-    for row, (slot, sampled, biased, penalised, banned, _) in enumerate(asked):
+    asked = zip(rows.tolist(), *(column.numpy()[rows].tolist() for column in wants), strict=True)
+    drawn: list[int] = []
+    candidates: list[tuple[Tensor, Tensor, int]] = []
+    remembered: list[int] = []
+    reported: list[int] = []
+    for row, (slot, sampled, biased, penalised, banned, listed) in enumerate(asked):
         if slot == 0:
             continue
         logits = raw[row : row + 1]
@@ -158,22 +157,27 @@ def _sample_rows(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerOu
         if not top > _BANNED:
             token = _argmax(logits)
         elif sampled and isfinite(top):
-            drawn.append((row, *_candidates(adjusted, top, slot, state)))
+            drawn.append(row)
+            candidates.append(_candidates(adjusted, top, slot, state))
         out.tokens[row] = token
+        if penalised:
+            remembered.append(row)
+        if listed:
+            reported.append(row)
     if drawn:
-        at, scaled, ids, totals = zip(*drawn, strict=True)
-        at = torch.tensor(at)
-        scaled = pad_sequence(scaled, batch_first=True, padding_value=_BANNED)
-        ids = pad_sequence(ids, batch_first=True)
-        out.tokens[at] = _draw(scaled, ids, _gather(state, slots[at].long()), torch.tensor(totals)[:, None]).int()
-    for row, (slot, _, _, penalised, _, listed) in enumerate(asked):
-        token = out.tokens[row : row + 1].long()
-        if slot and penalised and state.output_counts[slot, token] < _MOST:
-            state.output_counts[slot, token] += 1
-        if slot and listed:
-            wanted = state.logprobs[slot : slot + 1]
-            part = SamplerOutput(*(tensor[row : row + 1] for tensor in out))
-            _report(raw[row : row + 1], token, *_largest(raw[row : row + 1], int(wanted)), wanted, part)
+        scaled, ids, totals = zip(*candidates, strict=True)
+        out.tokens[drawn] = _draw(
+            pad_sequence([*scaled], batch_first=True, padding_value=_BANNED),
+            pad_sequence([*ids], batch_first=True),
+            _gather(state, slots[drawn].long()),
+            torch.tensor(totals)[:, None],
+        ).int()
+    if remembered:
+        _count(slots[remembered].long(), out.tokens[remembered].long(), state)
+    for row in reported:
+        part = SamplerOutput(*(tensor[row : row + 1] for tensor in out))
+        wanted = state.logprobs[slots[row]]
+        _report(raw[row : row + 1], part.tokens.long(), *_largest(raw[row : row + 1], int(wanted)), wanted[None], part)
 
 
 def _candidates(x: Tensor, top: Tensor, slot: int, state: SamplerState) -> tuple[Tensor, Tensor, int]:
@@ -241,7 +245,7 @@ def _view(state: SamplerState, slot: int) -> SamplerState:
 
 def _gather(state: SamplerState, at: Tensor) -> SamplerState:
     """The state of each row's slot, but for the two tables as wide as the vocabulary: they stay whole."""
-    return SamplerState(*(table[at] for table in state[:-2]), *state[-2:])
+    return SamplerState._make([*(table[at] for table in state[:-2]), *state[-2:]])
 
 
 def _bias(x: Tensor, mine: SamplerState) -> Tensor:
@@ -322,6 +326,13 @@ def _mix(x: Integers) -> Integers:
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
     return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _count(at: Tensor, tokens: Tensor, state: SamplerState) -> None:
+    """Count the tokens in the answers of slots with a penalty. Rows of the null slot all write what is there."""
+    counts = state.output_counts[at, tokens]
+    counted = _penalised(state)[at] & (at > 0) & (counts < torch.iinfo(counts.dtype).max)
+    state.output_counts[at, tokens] = counts + counted.to(counts.dtype)
 
 
 def _report(raw: Tensor, tokens: Tensor, values: Tensor, ids: Tensor, wanted: Tensor, out: SamplerOutput) -> None:
