@@ -130,7 +130,7 @@ def _memory(device: torch.device) -> int:
 def _caches(limits: Limits, shape: Any, device: torch.device, dtype: torch.dtype) -> list[LayerCache]:
     size = (limits.pages + 1, limits.page_size, shape.kv_heads, shape.head_dim)  # page 0 is the null page
     return [
-        LayerCache(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
+        LayerCache(torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device))
         for _ in range(shape.layers)
     ]
 
