@@ -17,7 +17,7 @@ from fastgraph.config import MAX_STOP_IDS, SamplingParams
 from fastgraph.control.loop import EngineLoop
 from fastgraph.control.plan import Device, Limits
 from fastgraph.control.scheduler import Output, Scheduler, check
-from fastgraph.control.states import FinishReason, Request
+from fastgraph.control.states import FinishReason, Request, Times
 from fastgraph.errors import EngineDied, RequestError
 from fastgraph.text import TextStream
 
@@ -66,6 +66,7 @@ class Ticket:
     def __init__(self, request: Request, text: TextStream | None, on_text: Callable[[str], None] | None) -> None:
         self.request = request
         self.future: Future[Answer] = Future()
+        self.future.set_running_or_notify_cancel()  # asyncio would cancel it: only `abort` ends a request
         self._text, self._on_text = text, on_text
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -87,15 +88,21 @@ class Ticket:
             if piece and self._on_text is not None:
                 self._on_text(piece)
         if reason is not None:
-            self._resolve(reason, output)
+            self._resolve(reason, output.times)
         return reason is not None and output.finish_reason is None
 
-    def fail(self, error: Exception) -> None:
+    def entered(self, command: Future[None]) -> None:
+        """Called when the scheduler has the request, or never will."""
+        error = command.exception()
+        if error is not None:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
         self.future.set_exception(error)
 
-    def _resolve(self, reason: FinishReason, output: Output) -> None:
+    def _resolve(self, reason: FinishReason, times: Times) -> None:
         now = perf_counter()
-        start, times = self._submitted, output.times
+        start = self._submitted
         answer = Answer(
             token_ids=self._tokens,
             text=None if self._text is None else self._text.text,
@@ -130,7 +137,11 @@ class Engine:
             target=self._serve, args=(build, depth, ready), name="fastgraph-engine", daemon=True
         )
         self._thread.start()
-        self._loop, device = ready.result()
+        try:
+            self._loop, device = ready.result()
+        except BaseException:  # interrupted, perhaps, while the device is being built: the thread is to end then
+            ready.cancel()
+            raise
         self._counters = device.counters
         self.limits: Limits = device.limits
 
@@ -170,11 +181,16 @@ class Engine:
                 self._tickets[request.id] = ticket
                 self._loop.scheduler.submit(request)
 
-            self._loop.call(enter)
+            entered = self._loop.call(enter)
+        # The engine may end before it takes the command, and then nobody else knows of the ticket.
+        entered.add_done_callback(ticket.entered)
         return ticket
 
     def abort(self, request_ids: Iterable[int] | None) -> None:
-        """End requests now, or all of them; what has come of each is its answer. Ended ones are no error."""
+        """End requests now, or all of them; what has come of each is its answer. Ended ones are no error.
+
+        After the engine's end all have ended.
+        """
 
         def end() -> None:
             for request_id in list(self._tickets) if request_ids is None else request_ids:
@@ -182,7 +198,8 @@ class Engine:
                 if output is not None:
                     self._take(output)
 
-        self._loop.call(end)
+        with contextlib.suppress(EngineDied):
+            self._loop.call(end)
 
     def stats(self) -> dict[str, int]:
         """Counts as of now, taken between two steps."""
@@ -207,7 +224,9 @@ class Engine:
         if self._thread.is_alive():
             with contextlib.suppress(EngineDied):
                 self._loop.stop()
-            self._thread.join()
+            # The garbage collector calls this where it likes, in the engine thread too.
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
 
     # --- in the engine thread ---
 
@@ -216,28 +235,37 @@ class Engine:
     ) -> None:
         try:
             device = build()
+            loop = EngineLoop(Scheduler(device.limits), device, depth, self._deliver)
         except BaseException as error:
-            ready.set_exception(error)
+            if ready.set_running_or_notify_cancel():
+                ready.set_exception(error)
             return
-        loop = EngineLoop(Scheduler(device.limits), device, depth, self._deliver)
+        if not ready.set_running_or_notify_cancel():
+            device.shutdown()
+            return
         ready.set_result((loop, device))
-        end: Exception = EngineDied("the engine was closed")
+        end = EngineDied("the engine was closed")
         try:
             loop.run()
-        except Exception as error:  # nobody may wait for ever, whatever went wrong
+        except BaseException as error:  # nobody may wait for ever, whatever went wrong
             end = EngineDied(f"the engine has failed, and must be made anew: {type(error).__name__}: {error}")
             end.__cause__ = error
         loop.close(end)
-        device.shutdown()
         for ticket in self._tickets.values():
             ticket.fail(end)
+        self._tickets.clear()
+        device.shutdown()
 
     def _deliver(self, outputs: list[Output]) -> list[int]:
         return [output.request_id for output in outputs if self._take(output)]
 
     def _take(self, output: Output) -> bool:
         ticket = self._tickets[output.request_id]
-        enough = ticket.take(output)
+        try:
+            enough = ticket.take(output)
+        except Exception as error:  # this request's reader has failed; every other request goes on
+            ticket.fail(error)
+            enough = output.finish_reason is None
         if ticket.future.done():
             del self._tickets[output.request_id]
         return enough

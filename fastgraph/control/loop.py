@@ -39,7 +39,7 @@ class EngineLoop:
         future: Future[T] = Future()
         with self._closing:
             if self._closed is not None:
-                raise self._closed
+                raise self._closed.with_traceback(None)  # or it would keep the frames of all who ever called
             self._commands.put((function, future))
         return future
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from fastgraph.control.plan import NULL_PAGE, Int32
@@ -29,12 +31,7 @@ class Lease:
 
     def move(self) -> Lease:
         """The same pages under a new lease; this one is dead."""
-        return self.grow(0)
-
-    def grow(self, count: int) -> Lease:
-        """The same pages and `count` free ones behind them, under a new lease; this one is dead."""
-        pages = np.concatenate([self.pages, self._pool._take(count)])
-        self._pages = None
+        pages, self._pages = self.pages, None
         return Lease(self._pool, pages)
 
     def release(self) -> None:
@@ -64,8 +61,21 @@ class PagePool:
     def lease(self, count: int = 0) -> Lease:
         return Lease(self, self._take(count))
 
+    def grow(self, leases: Sequence[Lease], counts: Int32) -> Int32:
+        """Put `counts[i]` free pages behind those of `leases[i]`; returns them all, in that order.
+
+        Many at once, because a thousand decoding slots may need a page in the same step.
+        """
+        held = [lease.pages for lease in leases]
+        taken = self._take(int(counts.sum()))
+        start = 0
+        for lease, pages, count in zip(leases, held, counts.tolist(), strict=True):
+            lease._pages = np.concatenate([pages, taken[start : start + count]])
+            start += count
+        return taken
+
     def _take(self, count: int) -> Int32:
-        if count > self._free:
+        if not 0 <= count <= self._free:
             raise ValueError(f"{count} pages asked for, {self._free} free: the scheduler must look before it takes")
         self._free -= count
         self._leased += count

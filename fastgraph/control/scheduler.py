@@ -22,7 +22,6 @@ from fastgraph.control.states import (
     admit,
     decode,
     finish,
-    grow,
     release,
     retract,
 )
@@ -141,19 +140,19 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do until a step in flight lands or a request comes."""
         slots = self.table.ready()
-        writes: list[tuple[int, int, int]] = []
+        writes: list[Int32] = []  # each [pages, 3], as in the plan
         if self.table.cramped(slots).size:
             if not self._make_room(slots):
                 return None
             slots = self.table.ready()
-            self._grow_decoding(self.table.cramped(slots), writes)
+            writes.append(self._grow_decoding(self.table.cramped(slots)))
         admissions: list[Admission] = []
         spans = self._prefill(self.limits.max_step_tokens - len(slots), len(slots), admissions, writes)
         if not len(slots) and not spans:
             return None
         self.table.scheduled[slots] += 1
         self._planned += 1
-        page_writes = np.array(writes, np.int32).reshape(-1, 3)
+        page_writes = np.concatenate(writes) if writes else np.empty((0, 3), np.int32)
         return StepPlan(self._planned, tuple(admissions), page_writes, slots, tuple(spans))
 
     def _make_room(self, slots: Int32) -> bool:
@@ -165,7 +164,7 @@ class Scheduler:
         while len(self.table.cramped(slots)) > self.pool.free:
             if self.in_flight:
                 return False
-            newest = max(s.request.id for s in self.states.values() if isinstance(s, (Prefilling, Decoding)))
+            newest = int(self.table.request_id[self.table.running].max())
             state = self.states[newest]
             assert isinstance(state, (Prefilling, Decoding))
             slot = state.resources.slot
@@ -178,28 +177,30 @@ class Scheduler:
             slots = self.table.ready()
         return True
 
-    def _grow_decoding(self, cramped: Int32, writes: list[tuple[int, int, int]]) -> None:
+    def _grow_decoding(self, cramped: Int32) -> Int32:
         size = self.limits.page_size
         ask = -(-(self.table.limit[cramped] - 1) // size) - self.table.capacity[cramped] // size
         ask = np.minimum(ask, PAGES_AHEAD)
         if ask.sum() > self.pool.free - len(cramped):
             ask[:] = 1
-        for slot, count in zip(cramped.tolist(), ask.tolist(), strict=True):
-            self._grow(slot, count, writes)
+        return self._grow(cramped, ask)
 
-    def _grow(self, slot: int, count: int, writes: list[tuple[int, int, int]]) -> None:
-        request_id = int(self.table.request_id[slot])
-        state = self.states[request_id]
-        assert isinstance(state, (Prefilling, Decoding))
-        held = len(state.resources.lease)
-        state = grow(state, count)
-        self.states[request_id] = state
-        pages = state.resources.lease.pages
-        writes.extend((slot, i, int(pages[i])) for i in range(held, len(pages)))
-        self.table.capacity[slot] = len(pages) * self.limits.page_size
+    def _grow(self, slots: Int32, counts: Int32) -> Int32:
+        """Give running slots more pages. Returns the writes to their page tables: [pages, 3]."""
+        leases = []
+        for request_id in self.table.request_id[slots].tolist():
+            state = self.states[request_id]
+            assert isinstance(state, (Prefilling, Decoding))
+            leases.append(state.resources.lease)
+        pages = self.pool.grow(leases, counts)
+        held = self.table.capacity[slots] // self.limits.page_size
+        first = np.cumsum(counts) - counts  # where in `pages` each slot's begin
+        index = np.arange(len(pages)) + np.repeat(held - first, counts)
+        self.table.capacity[slots] += counts * self.limits.page_size
+        return np.stack([np.repeat(slots, counts), index, pages], axis=1).astype(np.int32)
 
     def _prefill(
-        self, budget: int, decoding: int, admissions: list[Admission], writes: list[tuple[int, int, int]]
+        self, budget: int, decoding: int, admissions: list[Admission], writes: list[Int32]
     ) -> list[PrefillSpan]:
         """Fill the step's token budget from the head of the queue. The head is never overtaken."""
         spans: list[PrefillSpan] = []
@@ -214,15 +215,13 @@ class Scheduler:
             span, slot = self.queue.bite(tokens), state.resources.slot
             missing = -(-span.stop // self.limits.page_size) - len(state.resources.lease)
             if missing > 0:
-                self._grow(slot, missing, writes)
+                writes.append(self._grow(np.array([slot], np.int32), np.array([missing], np.int32)))
             samples = span.stop == self.table.known[slot]
             spans.append(PrefillSpan(slot, span.start, self.table.tokens[slot, span.start : span.stop].copy(), samples))
             self.table.scheduled[slot] = span.stop
             budget -= tokens
             if samples:
-                grown = self.states[head.request_id]
-                assert isinstance(grown, Prefilling)
-                self.states[head.request_id] = decode(grown)
+                self.states[head.request_id] = decode(state)
                 self.table.decoding[slot] = True
                 decoding += 1
         return spans
@@ -235,6 +234,9 @@ class Scheduler:
                 return 0
             # Each decoding slot may ask for a page soon: to admit the last page away would only retract it again.
             held, spare = 0, self.pool.free - decoding
+            # What was retracted comes back once there is room for all of it, or the same happens again and again.
+            if state.times.admitted and -(-head.stop // size) > spare:
+                return 0
         else:
             held, spare = len(state.resources.lease), self.pool.free
         stop = min(head.start + budget, head.stop, (held + max(spare, 0)) * size)
@@ -272,11 +274,13 @@ class Scheduler:
         request_id = int(self.table.request_id[slot])
         state = self.states[request_id]
         assert isinstance(state, Decoding)
-        tokens, logprobs = self.table.answer(slot), None
+        logprobs = None
         if state.request.incremental:
-            tokens = result.tokens[row : row + 1] if reason != "stop" else tokens[:0]
+            tokens = result.tokens[row : row + (reason != "stop")]
             if result.logprobs is not None and state.request.sampling.logprobs and len(tokens):
                 logprobs = result.logprobs.row(row)
+        else:
+            tokens = self.table.answer(slot)
         if reason is not None:
             self._finish(state)
         return Output(request_id, tokens, logprobs, reason, self.table.times(slot))

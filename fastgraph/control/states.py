@@ -44,9 +44,6 @@ class Resources:
     def move(self) -> Resources:
         return Resources(self.slot, self.lease.move())
 
-    def grow(self, pages: int) -> Resources:
-        return Resources(self.slot, self.lease.grow(pages))
-
 
 @dataclass(frozen=True, slots=True)
 class Times:
@@ -97,11 +94,6 @@ State = Waiting | Prefilling | Decoding | Finishing | Finished
 
 def admit(state: Waiting, slot: int, lease: Lease) -> Prefilling:
     return Prefilling(state.request, Resources(slot, lease.move()))
-
-
-def grow(state: Running, pages: int) -> Running:
-    """The same state, owning `pages` more."""
-    return type(state)(state.request, state.resources.grow(pages))
 
 
 def decode(state: Prefilling) -> Decoding:
