@@ -88,7 +88,7 @@ class LLM:
         template = find_chat_template(self.checkpoint.folder, config.chat_template)
         special = self.tokenizer.special_tokens if self.tokenizer else {}
         self._template = ChatTemplate(template, special) if template is not None else None
-        self._defaults = _sampling_defaults(self.checkpoint.generation_config)
+        self.sampling_defaults = _sampling_defaults(self.checkpoint.generation_config)
         vocab = self.tokenizer.vocab_size if self.tokenizer else None
         self._engine = Engine(
             lambda: build_device(config, self.checkpoint, device, vocab, tell), depth=config.in_flight_depth or 0
@@ -239,7 +239,7 @@ class LLM:
         self, ids: list[int], sampling: Mapping[str, Any], on_text: Callable[[str], None] | None = None
     ) -> list[Ticket]:
         """Queue one prompt's n requests."""
-        params = SamplingParams.of(self._defaults, sampling)
+        params = SamplingParams.of(self.sampling_defaults, sampling)
         if "max_tokens" not in sampling:
             room = max(self.limits.max_model_len - len(ids), 1)
             params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))

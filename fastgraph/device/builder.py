@@ -47,6 +47,13 @@ def settle_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def settle_compile(config: EngineConfig, device: torch.device) -> Mode:
+    """How the step is compiled: on a CPU not at all unless asked for, since a first answer should not wait for it."""
+    if config.compile != "auto":
+        return config.compile
+    return "off" if device.type == "cpu" else "regional"
+
+
 def build_device(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, vocab: int | None, progress: Progress
 ) -> DeviceHandle:
@@ -62,7 +69,7 @@ def build_device(
     limits = _limits(config, shape, device, dtype, min(vocab or shape.vocab, shape.vocab))
     caches = _caches(limits, shape, device, dtype)
     slots = Slots(limits, shape.vocab, device)
-    mode = _compile_mode(config, device)
+    mode = settle_compile(config, device)
     step = CompiledStep(model, caches, slots.state, limits.vocab, mode)
     executor = Executor(step, slots, StepMetadata(limits, device), device)
     progress("warming up" if mode == "off" else f"compiling ({mode})", None)
@@ -133,9 +140,3 @@ def _caches(limits: Limits, shape: Any, device: torch.device, dtype: torch.dtype
         LayerCache(torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device))
         for _ in range(shape.layers)
     ]
-
-
-def _compile_mode(config: EngineConfig, device: torch.device) -> Mode:
-    if config.compile != "auto":
-        return config.compile
-    return "off" if device.type == "cpu" else "regional"

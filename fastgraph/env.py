@@ -1,0 +1,219 @@
+"""What `fastgraph env` reports: what is installed, what this machine can do, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+import fastgraph
+from fastgraph.config import EngineConfig
+
+Report = dict[str, Any]
+
+# Distribution -> what it is for, and the command that brings it. Without a command it comes with fastgraph.
+_REQUIRED = (
+    "torch", "numpy", "safetensors", "huggingface-hub", "tokenizers", "jinja2", "typer", "rich", "prompt-toolkit",
+)  # fmt: skip
+_OPTIONAL = {
+    "triton": ("compiled code and kernels on a GPU", "pip install 'fastgraph[cuda]'"),
+    "flashinfer-python": ("a second implementation of kernels on a GPU", "pip install 'fastgraph[cuda]'"),
+    "gguf": ("reading .gguf files, the default model's among them", "pip install 'fastgraph[gguf]'"),
+}
+_ON_GPU = ("triton", "flashinfer-python")
+
+_COMPILER_COMMANDS = {
+    "apt-get": "apt-get install g++",
+    "dnf": "dnf install gcc-c++",
+    "apk": "apk add g++",
+    "pacman": "pacman -S gcc",
+    "zypper": "zypper install gcc-c++",
+    "xcode-select": "xcode-select --install",
+}
+
+
+def report() -> Report:
+    """Everything there is to say, made of what JSON knows. `missing` lists what, what for and the command."""
+    packages = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
+    found: Report = {
+        "fastgraph": fastgraph.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": packages,
+    }
+    compiler = _compiler()
+    found["cpp_compiler"] = compiler
+    if packages["torch"] is not None:
+        found |= _torch() | {"default_model": _default_model(), "caches": _caches()}
+    found["missing"] = _missing(found)
+    return found
+
+
+def show(found: Report) -> None:
+    """Print a report for people: in colour on a terminal, plain and unwrapped on a pipe."""
+    console = Console(highlight=False, soft_wrap=True)
+
+    def line(name: str, value: object) -> None:
+        console.print(Text.assemble((f"{name:18}", "bold"), str(value)))
+
+    line("fastgraph", found["fastgraph"])
+    line("python", f"{found['python']}, {found['system']}")
+    for name, number in found["packages"].items():
+        line(name, number or "not installed")
+    line("C++ compiler", found["cpp_compiler"] or "none found")
+    if "device" in found:
+        cpu = found["cpu"]
+        line("CPU", f"{cpu['name']}, {cpu['cores']} cores, {_size(cpu['memory'])} memory")
+        line("CPU can do", ", ".join([cpu["capability"], *cpu["features"]]))
+        for gpu in found["gpus"]:
+            free = f"{_size(gpu['memory_free'])} of {_size(gpu['memory'])} free"
+            line("GPU", f"{gpu['name']}, compute capability {gpu['capability']}, {free}")
+        if not found["gpus"]:
+            line("GPU", f"none that torch can use ({found['torch_build']})")
+        line("device", f"{found['device']}, {found['dtype']}, compile {found['compile']}")
+        for name, implementation in found["kernels"].items():
+            line(name, implementation)
+        line("default model", f"{found['default_model']['name']}: {found['default_model']['state']}")
+        for name, cache in found["caches"].items():
+            line(name, f"{cache['folder']} ({_size(cache['bytes'])})")
+    console.print()
+    if not found["missing"]:
+        console.print("Nothing is missing.")
+    for gap in found["missing"]:
+        console.print(Text.assemble((f"missing: {gap['what']}", "yellow"), f", for {gap['for']}. {gap['command']}"))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _compiler() -> str | None:
+    """The C++ compiler that torch.compile would take."""
+    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+
+
+def _torch() -> Report:
+    import torch
+
+    from fastgraph.device.builder import settle_compile, settle_device, settle_dtype
+
+    config = EngineConfig()
+    device = settle_device(config)
+    gpus = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(number)
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(number))
+        name = torch.cuda.get_device_name(number)
+        gpus.append({"name": name, "capability": capability, "memory": total, "memory_free": free})
+    probes = {"bfloat16": "_is_avx512_bf16_supported"}
+    probes["AMX"] = "_is_amx_tile_supported"
+    features = [name for name, probe in probes.items() if getattr(torch.cpu, probe, lambda: False)()]
+    return {
+        "torch_build": f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else "torch without CUDA",
+        "cpu": {
+            "name": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "features": features,
+        },
+        "gpus": gpus,
+        "device": device.type,
+        "dtype": str(settle_dtype(config, device)).removeprefix("torch."),
+        "compile": settle_compile(config, device),
+        "kernels": _kernels(device.type),
+    }
+
+
+def _kernels(device: str) -> dict[str, str]:
+    """Which implementation of each op serves on a device, as torch's dispatcher has it."""
+    import torch
+
+    from fastgraph.kernels import attention, sampling  # noqa: F401 - importing them registers the ops
+
+    serving = {}
+    for name, op in (("attention", "fastgraph::paged_attention"), ("sampling", "fastgraph::sample")):
+        own = torch._C._dispatch_has_kernel_for_dispatch_key(op, device.upper())
+        serving[name] = f"a kernel for {device}" if own else "the reference in plain PyTorch operations"
+    return serving
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()
+
+
+def _default_model() -> Report:
+    from huggingface_hub import try_to_load_from_cache
+
+    from fastgraph.loading.checkpoint import DEFAULT_HUB_ID, DEFAULT_NAME, DEFAULT_PACKAGE
+
+    if importlib.util.find_spec(DEFAULT_PACKAGE) is not None:
+        state = f"in the installed package {DEFAULT_PACKAGE}"
+    elif isinstance(try_to_load_from_cache(DEFAULT_HUB_ID, "config.json"), str):
+        state = "in the hub's cache"
+    else:
+        return {"name": DEFAULT_NAME, "installed": False, "state": "not here"}
+    return {"name": DEFAULT_NAME, "installed": True, "state": state}
+
+
+def _caches() -> Report:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from fastgraph.loading.gguf import cache_folder
+
+    folders = {"cache": cache_folder(), "hub cache": Path(HF_HUB_CACHE)}
+    return {name: {"folder": str(folder), "bytes": _bytes(folder)} for name, folder in folders.items()}
+
+
+def _bytes(folder: Path) -> int:
+    files = (Path(parent) / name for parent, _, names in os.walk(folder) for name in names)
+    return sum(file.lstat().st_size for file in files)  # links of the hub's snapshots count as links
+
+
+def _missing(found: Report) -> list[dict[str, str]]:
+    gaps = []
+
+    def miss(what: str, purpose: str, command: str) -> None:
+        gaps.append({"what": what, "for": purpose, "command": command})
+
+    for name in _REQUIRED:
+        if found["packages"][name] is None:
+            miss(name, "fastgraph itself", f"pip install {name}")
+    on_gpu = found.get("device") == "cuda"
+    for name, (purpose, command) in _OPTIONAL.items():
+        if found["packages"][name] is None and (on_gpu or name not in _ON_GPU):
+            miss(name, purpose, command)
+    if found["cpp_compiler"] is None:
+        commands = [command for tool, command in _COMPILER_COMMANDS.items() if shutil.which(tool)]
+        miss("a C++ compiler", "--compile full or regional", commands[0] if commands else "Install g++ or clang++.")
+    if "default_model" in found and not found["default_model"]["installed"]:
+        from fastgraph.loading.checkpoint import DEFAULT_COMMAND
+
+        miss(found["default_model"]["name"], "every command without --model", DEFAULT_COMMAND)
+    return gaps
+
+
+def _size(count: int) -> str:
+    amount = float(count)
+    for unit in ("bytes", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
