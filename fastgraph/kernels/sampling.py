@@ -6,7 +6,7 @@ renormalised.
 
 Tokens rank by logit, and equal logits by id, the lowest first. So top_k keeps exactly k tokens, the smallest set of
 top_p is unique, and both top_k = 1 and temperature 0 are argmax with the lowest id on a tie. Numbers that decide are
-integers where an order of summation could matter (`_mass`) and where noise is made (`_bits`), so that a row's token
+integers where an order of summation could matter (`_mass`) and where noise is made (`_noise`), so that a row's token
 depends on the row alone, and another implementation can give the same ones.
 
 A row of the null slot 0 (padding, or a chunk that does not end its prompt) gets token 0 and changes no state.
@@ -16,16 +16,12 @@ bans give way, ids stay valid.
 
 from __future__ import annotations
 
-from math import isfinite, log
-from typing import NamedTuple, TypeVar
+from math import isfinite
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-
-Integers = TypeVar("Integers", Tensor, npt.NDArray[np.int32])
 
 _BANNED = -torch.inf
 
@@ -116,13 +112,25 @@ def _sample_batch(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerO
     top = values[:, 0]
     sampled = (mine.temperature > 0) & (mine.top_k != 1) & top.isfinite()
     scaled = _scale(values, top[:, None], torch.where(sampled, mine.temperature, 1.0)[:, None])
-    tokens = torch.where(sampled, _draw(scaled, ids, mine), ids[:, 0])
+    score = scaled + _noise(ids, *(key[:, None] for key in _keys(mine.seed, mine.generated)))
+    drawn = _pick(torch.where(_kept(scaled, mine), score, _BANNED), ids)
+    tokens = torch.where(sampled, drawn, ids[:, 0])
     tokens = torch.where(top > _BANNED, tokens, raw.argmax(-1))
     tokens = torch.where(slots > 0, tokens, 0)
     out.tokens.copy_(tokens)
     _count(at, tokens, state)
     wanted = torch.where(slots > 0, mine.logprobs, -1)
     _report(raw, tokens, *raw.sort(dim=-1, descending=True, stable=True), wanted, out)
+
+
+def _kept(scaled: Tensor, mine: SamplerState) -> Tensor:
+    """Which of the ranked tokens the filters leave. scaled: [rows, vocab] -> bool."""
+    top_k, top_p, min_p = (column[:, None] for column in (mine.top_k, mine.top_p, mine.min_p))
+    keep = (torch.arange(scaled.shape[1], device=scaled.device) < top_k) | (top_k <= 0)
+    mass = _mass(scaled) * keep
+    before = mass.cumsum(-1) - mass
+    keep &= (before < top_p.double() * mass.sum(-1, keepdim=True)) | (top_p >= 1)
+    return keep & (scaled >= min_p.log())
 
 
 # --- on a CPU: row by row, and only the stages that the row asks for ---
@@ -139,7 +147,7 @@ def _sample_rows(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerOu
     )
     asked = zip(rows.tolist(), *(column.numpy()[rows].tolist() for column in wants), strict=True)
     drawn: list[int] = []
-    candidates: list[tuple[Tensor, Tensor, int]] = []
+    candidates: list[tuple[Tensor, Tensor]] = []
     remembered: list[int] = []
     reported: list[int] = []
     for row, (slot, sampled, biased, penalised, banned, listed) in enumerate(asked):
@@ -165,13 +173,12 @@ def _sample_rows(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerOu
         if listed:
             reported.append(row)
     if drawn:
-        scaled, ids, totals = zip(*candidates, strict=True)
-        out.tokens[drawn] = _draw(
-            pad_sequence([*scaled], batch_first=True, padding_value=_BANNED),
-            pad_sequence([*ids], batch_first=True),
-            _gather(state, slots[drawn].long()),
-            torch.tensor(totals)[:, None],
-        ).int()
+        at, sizes = slots[drawn].long(), torch.tensor([len(ids) for _, ids in candidates])
+        scaled, ids = (torch.cat(part) for part in zip(*candidates, strict=True))
+        keys = (key.repeat_interleave(sizes) for key in _keys(state.seed[at], state.generated[at]))
+        score = (scaled + _noise(ids, *keys)).split(sizes.tolist())
+        for row, mine_score, mine_ids in zip(drawn, score, ids.split(sizes.tolist()), strict=True):
+            out.tokens[row] = _pick(mine_score, mine_ids)
     if remembered:
         _count(slots[remembered].long(), out.tokens[remembered].long(), state)
     for row in reported:
@@ -180,24 +187,34 @@ def _sample_rows(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerOu
         _report(raw[row : row + 1], part.tokens.long(), *_largest(raw[row : row + 1], int(wanted)), wanted[None], part)
 
 
-def _candidates(x: Tensor, top: Tensor, slot: int, state: SamplerState) -> tuple[Tensor, Tensor, int]:
-    """Of one row, the tokens that can still win, as `_draw` takes them. x: [1, vocab] -> [n], [n], mass of all."""
-    temperature = state.temperature[slot]
-    k, p, least = int(state.top_k[slot]), float(state.top_p[slot]), float(state.min_p[slot])
+def _candidates(x: Tensor, top: Tensor, slot: int, state: SamplerState) -> tuple[Tensor, Tensor]:
+    """The tokens that a row's filters leave and that can win, and their ids. x: [1, vocab] -> [n] twice."""
+    temperature, k, p = state.temperature[slot], int(state.top_k[slot]), float(state.top_p[slot])
     if 0 < k < x.shape[1]:
-        values, ids = _largest(x, k)
-        scaled = _scale(values[0], top, temperature)
-        return scaled, ids[0], int(_mass(scaled).sum())
-    scaled = _scale(x[0], top, temperature)
-    if p < 1:
-        ids, total = _reaching(scaled, p)
-        return scaled[ids], ids, total
-    ids = _at_least(scaled, max(-_REACH, log(least) - 1e-3) if least > 0 else -_REACH)
-    return scaled.index_select(0, ids), ids, 0  # no filter asks for the mass
+        values, ids = (part[0] for part in _largest(x, k))
+        scaled = _scale(values, top, temperature)
+        if p < 1:
+            scaled, ids = _top_p(scaled, ids, p, int(_mass(scaled).sum()))
+    else:
+        scaled = _scale(x[0], top, temperature)
+        if p < 1:
+            ids, total = _near_top_p(scaled, p)
+            scaled, ids = _top_p(scaled[ids], ids, p, total)
+        else:
+            ids = _at_least(scaled, -_REACH)
+            scaled = scaled.index_select(0, ids)
+    keep = scaled >= state.min_p[slot].log()
+    return scaled[keep], ids[keep]
 
 
-def _reaching(scaled: Tensor, p: float) -> tuple[Tensor, int]:
-    """Ids of enough of a row's tokens to hold the mass of top_p, and the mass of all. scaled: [vocab].
+def _top_p(scaled: Tensor, ids: Tensor, p: float, total: int) -> tuple[Tensor, Tensor]:
+    mass = _mass(scaled)
+    n = int((mass.cumsum(0) - mass < p * total).sum())
+    return scaled[:n], ids[:n]
+
+
+def _near_top_p(scaled: Tensor, p: float) -> tuple[Tensor, int]:
+    """Ids of a row's tokens that hold the mass of top_p and little more, and the mass of all. scaled: [vocab].
 
     Ranked where it matters: every bucket but the last is within top_p whatever its order.
     """
@@ -282,42 +299,30 @@ def _mass(scaled: Tensor) -> Tensor:
     return (scaled.exp() * _UNIT).long()
 
 
-def _draw(scaled: Tensor, ids: Tensor, mine: SamplerState, total: Tensor | None = None) -> Tensor:
-    """Filter, then draw by the Gumbel-max trick (arXiv:1611.00712). Returns [rows] token ids.
-
-    scaled, ids: [rows, n] candidates, ranked as far as top_k and top_p ask for it. total: the mass of all tokens of the
-    row, if the candidates are but some of them.
-    """
-    top_k, top_p, min_p = (column[:, None] for column in (mine.top_k, mine.top_p, mine.min_p))
-    keep = (torch.arange(ids.shape[1], device=ids.device) < top_k) | (top_k <= 0)
-    mass = _mass(scaled) * keep
-    total = mass.sum(-1, keepdim=True) if total is None else total
-    keep &= (mass.cumsum(-1) - mass < top_p.double() * total) | (top_p >= 1)
-    keep &= scaled >= min_p.log()
-    score = torch.where(keep, scaled + _noise(ids, mine), _BANNED)
-    best = score.amax(-1, keepdim=True)
-    return torch.where(score == best, ids, torch.iinfo(torch.int32).max).amin(-1)
+def _pick(score: Tensor, ids: Tensor) -> Tensor:
+    """The id of the highest score, the lowest of several. [..., n] twice -> [...]."""
+    best = score == score.amax(-1, keepdim=True)
+    return torch.where(best, ids, torch.iinfo(torch.int32).max).amin(-1)
 
 
-def _noise(ids: Tensor, mine: SamplerState) -> Tensor:
-    """Gumbel noise, a pure function of (seed, index in the answer, token id). ids: [rows, n] -> [rows, n] float32."""
-    inputs = ids.int(), mine.seed[:, :1], mine.seed[:, 1:], mine.generated[:, None]
-    # On few numbers numpy is several times as quick.
-    bits = torch.from_numpy(_bits(*(part.numpy() for part in inputs))) if ids.is_cpu else _bits(*inputs)
+def _noise(ids: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Gumbel noise: adding it and taking the maximum draws from the softmax (arXiv:1611.00712). float32."""
+    bits = _mix(_mix(ids.int() ^ first) ^ second)
     # 23 bits and a half: float32 holds each of them exactly, and none is 0 or 1.
     uniform = (((bits >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23
     return -(-uniform.log()).log()
 
 
-def _bits(ids: Integers, low: Integers, high: Integers, index: Integers) -> Integers:
-    """32 random bits for each token. All int32, of shapes that broadcast; seeds differ in `low` or `high`."""
-    # Two keys of 32 bits: no two pairs of seed and index have both alike, unless the high halves of the seeds differ.
+def _keys(seed: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """What the noise of a row is made from, besides the token id. seed: [rows, 2], index in the answer: [rows].
+
+    No two pairs of seed and index have both keys alike, unless the high halves of their seeds differ.
+    """
     place = _mix(index)
-    first, second = _mix(place ^ low), _mix(place ^ high ^ 0x5BD1E995)
-    return _mix(_mix(ids ^ first) ^ second)
+    return _mix(place ^ seed[:, 0]), _mix(place ^ seed[:, 1] ^ 0x5BD1E995)
 
 
-def _mix(x: Integers) -> Integers:
+def _mix(x: Tensor) -> Tensor:
     """A bijection of int32 in which every input bit changes every output bit with a probability near one half.
 
     The function is lowbias32 of "Prospecting for Hash Functions" (Wellons, 2018, nullprogram.com/blog/2018/07/31/),
