@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import constants, errors
+from huggingface_hub.utils.tqdm import tqdm
 
 from fastgraph.errors import ModelError
 from fastgraph.loading.weights import INDEX, Progress
@@ -38,6 +41,7 @@ def download(
         token=token,
         local_files_only=offline,
         ignore_patterns=_SUBFOLDERS,
+        tqdm_class=_Bar,
     )
     progress(f"fetching {model}", None)
     try:
@@ -71,6 +75,14 @@ def download(
     return folder
 
 
+class _Bar(tqdm):
+    """The hub's progress bar, on a terminal only."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options["disable"] = options.get("disable") or not sys.stderr.isatty()
+        super().__init__(*args, **options)  # type: ignore[no-untyped-call]
+
+
 def _weight_files(folder: Path) -> list[str]:
     """Names of a model's safetensors: those that its index names, or the usual one."""
     index = folder / INDEX
@@ -86,7 +98,8 @@ def _others(model: str, revision: str | None, token: str | None, offline: bool) 
     """What a model has in place of safetensors, for a message."""
     if offline or huggingface_hub.is_offline_mode():
         return ""
-    files = huggingface_hub.HfApi(token=token).list_repo_files(model, revision=revision)
+    listed = huggingface_hub.HfApi(token=token).list_repo_files(model, revision=revision)
+    files = [file for file in listed if "/" not in file]
     kinds = {suffix for suffix in (".gguf", ".bin", ".pth", ".safetensors") if any(f.endswith(suffix) for f in files)}
     if ".gguf" in kinds:
         return "; it has .gguf files: download the one you want and name its path"
