@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,6 +174,11 @@ def test_special_tokens_are_left_out_unless_asked_for(smollm: Tokenizer) -> None
     assert "".join(run(TextStream(smollm, skip_special_tokens=False), ids, [1])) == "<|im_start|>user\nhi<|im_end|>"
     stream = TextStream(smollm, ["<|im_end|>"], skip_special_tokens=False)
     assert "".join(run(stream, ids, [1])) == "<|im_start|>user\nhi"
+
+
+def test_the_front_of_the_engine_needs_no_torch_for_text() -> None:
+    program = "import sys, fastgraph.text; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_first_space_goes_where_decode_drops_it(spm: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shutil
@@ -211,6 +212,11 @@ def pair(request: Any, tmp_path_factory: Any) -> tuple[Tokenizer, Any, Path]:
     return Tokenizer(converted, {}, {}), original, converted
 
 
+@functools.cache
+def open_in_transformers(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
 class TestSentencePiece:
     def test_encodes_as_sentencepiece_does(self, pair: tuple[Tokenizer, Any, Path]) -> None:
         tokenizer, original, _ = pair
@@ -224,12 +230,28 @@ class TestSentencePiece:
 
     def test_decodes_as_transformers_does(self, pair: tuple[Tokenizer, Any, Path]) -> None:
         tokenizer, _, converted = pair
-        theirs = AutoTokenizer.from_pretrained(converted)
+        theirs = open_in_transformers(converted)
         for text in [*corpus()[:50], "😀é日本 x", "  a", ""]:
             ids = theirs(text)["input_ids"]
             assert tokenizer.encode(text) == ids
             assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
             assert tokenizer.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+
+    @settings(max_examples=100, deadline=None)
+    @given(data=st.data())
+    def test_any_ids_decode_as_in_transformers(self, pair: tuple[Tokenizer, Any, Path], data: Any) -> None:
+        tokenizer, original, converted = pair
+        theirs = open_in_transformers(converted)
+        whole = [number for number in range(original.vocab_size()) if not original.is_byte(number)]
+        ids = data.draw(st.lists(st.sampled_from(whole), max_size=20))
+        for skip in (True, False):
+            expected = theirs.decode(ids, skip_special_tokens=skip)
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+
+    def test_an_unfinished_character_leaves_the_whole_ones_before_it(self, pair: tuple[Tokenizer, Any, Path]) -> None:
+        tokenizer, _, _ = pair
+        ids = tokenizer.encode("ka😀😀", add_special_tokens=False)
+        assert tokenizer.decode(ids[:-1]) == "ka😀\ufffd"
 
     def test_control_tokens_are_matched_whole(self, pair: tuple[Tokenizer, Any, Path]) -> None:
         tokenizer, original, _ = pair

@@ -65,7 +65,11 @@ class Tokenizer:
         return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids. Bytes that are not UTF-8 become U+FFFD; ids the tokenizer does not know add nothing."""
+        """Text of token ids. Bytes that are not UTF-8 become U+FFFD; ids the tokenizer does not know add nothing.
+
+        As transformers does it, but that an unfinished character spoils no whole ones beside it where those are
+        spelled in byte tokens.
+        """
         skip = self.special_ids if skip_special_tokens else ()
         data = b"".join([self.token_bytes(number) for number in ids if number not in skip])
         return data.removeprefix(self.leading).decode("utf-8", "replace")
@@ -147,7 +151,8 @@ class _Decoder(NamedTuple):
 
 
 def _decoder(tokenizer: Any, folder: Path) -> _Decoder:
-    spec = json.loads(tokenizer.to_str())["decoder"] or {"type": None}
+    # Its pickled form is the "decoder" of tokenizer.json; the library has no other way to look into one.
+    spec: Any = {"type": None} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
     steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     byte_level, byte_fallback, replace, leading = False, False, ("▁", "▁"), b""
     for step in steps:
