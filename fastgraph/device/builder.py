@@ -15,6 +15,7 @@ from fastgraph.control.plan import Limits
 from fastgraph.device.compiler import CompiledStep, Mode
 from fastgraph.device.executor import Executor
 from fastgraph.device.handle import DeviceHandle
+from fastgraph.device.ladder import CaptureLadder
 from fastgraph.device.metadata import StepMetadata
 from fastgraph.device.slots import Slots
 from fastgraph.errors import ConfigError
@@ -54,6 +55,13 @@ def settle_compile(config: EngineConfig, device: torch.device) -> Mode:
     return "off" if device.type == "cpu" else "regional"
 
 
+def settle_depth(config: EngineConfig, device: torch.device) -> int:
+    """Steps in flight beside the newest. A CPU runs a step while it is submitted, so there is nothing to gain."""
+    if config.in_flight_depth is not None:
+        return config.in_flight_depth
+    return 0 if device.type == "cpu" else 2
+
+
 def build_device(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, vocab: int | None, progress: Progress
 ) -> DeviceHandle:
@@ -71,9 +79,10 @@ def build_device(
     slots = Slots(limits, shape.vocab, device)
     mode = settle_compile(config, device)
     step = CompiledStep(model, caches, slots.state, limits.vocab, mode)
-    executor = Executor(step, slots, StepMetadata(limits, device), device)
+    ladder = CaptureLadder(_capture_top(config, limits)) if device.type == "cuda" else None
+    executor = Executor(step, slots, StepMetadata(limits, device), ladder, device, settle_depth(config, device))
     progress("warming up" if mode == "off" else f"compiling ({mode})", None)
-    executor.warm_up()
+    executor.warm_up(progress)
     return DeviceHandle(limits, executor, step)
 
 
@@ -125,6 +134,13 @@ def _limits(config: EngineConfig, shape: Any, device: torch.device, dtype: torch
     if max_model_len < 2:
         raise ConfigError("there is no memory left for keys and values: ask for a smaller model or dtype, or kv_pages")
     return Limits(slots, pages, size, max_model_len, step_tokens, vocab)
+
+
+def _capture_top(config: EngineConfig, limits: Limits) -> int:
+    top = config.max_capture_bs or limits.slots
+    if top > limits.slots:
+        raise ConfigError(f"max_capture_bs {top} is above max_decode_bs {limits.slots}, so part of it is never used")
+    return top
 
 
 def _memory(device: torch.device) -> int:

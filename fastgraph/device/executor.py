@@ -1,17 +1,23 @@
-"""Runs one `StepPlan`: set slots up, refresh the inputs, run, copy the tokens out."""
+"""Runs one `StepPlan`: set slots up, refresh the inputs, replay or run, copy the tokens out."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgraph.control.plan import NULL_SLOT, Logprobs, PrefillSpan, StepPlan, StepResult
 from fastgraph.device.compiler import CompiledStep
+from fastgraph.device.ladder import CaptureLadder
 from fastgraph.device.metadata import StepMetadata
 from fastgraph.device.slots import Slots
+from fastgraph.errors import FastgraphWarning
 from fastgraph.kernels.sampling import SamplerOutput
 
 
@@ -20,52 +26,106 @@ class Copied:
     """A step's outputs on their way to the host. `event` marks their arrival; on a CPU they are there already."""
 
     outputs: SamplerOutput
-    rows: np.ndarray  # [sampled rows], where in the outputs they stand
+    rows: NDArray[np.intp]  # [sampled rows], where in the outputs they stand
     wants_logprobs: bool
     event: torch.cuda.Event | None
 
     def result(self) -> StepResult:
         if self.event is not None:
             self.event.synchronize()
-        tokens, chosen, top_ids, top = (part.numpy()[self.rows] for part in self.outputs)
-        return StepResult(tokens, Logprobs(chosen, top_ids, top) if self.wants_logprobs else None)
+        tokens = self.outputs.tokens.numpy()[self.rows]
+        if not self.wants_logprobs:
+            return StepResult(tokens, None)
+        return StepResult(tokens, Logprobs(*(part.numpy()[self.rows] for part in self.outputs[1:])))
 
 
 class Executor:
-    def __init__(self, step: CompiledStep, slots: Slots, metadata: StepMetadata, device: torch.device) -> None:
-        self._step, self._slots, self._metadata, self._device = step, slots, metadata, device
+    """`depth` is how many steps may be in flight beside the newest one."""
 
+    def __init__(
+        self,
+        step: CompiledStep,
+        slots: Slots,
+        metadata: StepMetadata,
+        ladder: CaptureLadder | None,
+        device: torch.device,
+        depth: int,
+    ) -> None:
+        self._step, self._slots, self._metadata, self._ladder = step, slots, metadata, ladder
+        self._on_cuda = device.type == "cuda"
+        self.above_ladder = 0  # decode steps too large for every captured graph
+        # A result is read before its buffer's turn comes again.
+        self._host = cycle([_Arrival() for _ in range(depth + 2)] if self._on_cuda else ())
+
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Copied:
         """Submit the step. The results may be read later; steps run in the order they were submitted."""
         self._slots.apply(plan)
         rows = len(plan.decode_slots)
-        if plan.spans:
-            inputs = self._metadata.refresh_mixed_metadata(plan)
-        else:
-            inputs = self._metadata.refresh_decode_metadata(rows, rows, plan.decode_slots, for_graph_replay=False)
-        outputs = self._step(inputs)
-        sampled = np.array([True] * rows + [span.samples for span in plan.spans])
+        outputs = self._mixed(plan) if plan.spans else self._decode(rows, plan)
+        sampled = np.flatnonzero([*[True] * rows, *(span.samples for span in plan.spans)])
         wants_logprobs = bool(self._slots.wants_logprobs[plan.sampling_slots].any())
-        return self._copy_out(outputs, np.flatnonzero(sampled), wants_logprobs)
+        if not self._on_cuda:
+            return Copied(outputs, sampled, wants_logprobs, None)
+        return next(self._host).copy(outputs, rows + len(plan.spans), sampled, wants_logprobs)
 
-    def _copy_out(self, outputs: SamplerOutput, rows: np.ndarray, wants_logprobs: bool) -> Copied:
-        if self._device.type == "cpu":
-            return Copied(outputs, rows, wants_logprobs, None)
-        host = SamplerOutput(*(_to_pinned(part) for part in outputs))
-        event = torch.cuda.Event()
-        event.record()
-        return Copied(host, rows, wants_logprobs, event)
+    def _mixed(self, plan: StepPlan) -> SamplerOutput:
+        return self._step(self._metadata.refresh_mixed_metadata(plan))
 
-    def warm_up(self) -> None:
-        """Run padding rows through both kinds of step, so that all that compiles has compiled."""
+    def _decode(self, rows: int, plan: StepPlan) -> SamplerOutput:
+        size = self._ladder.fit(rows) if self._ladder else None
+        if self._ladder and size:
+            self._metadata.refresh_decode_metadata(size, rows, plan.decode_slots, for_graph_replay=True)
+            return self._ladder.replay(size)
+        if self._ladder:
+            self._count_above(rows, self._ladder)
+        return self._step(
+            self._metadata.refresh_decode_metadata(rows, rows, plan.decode_slots, for_graph_replay=False)
+        )
+
+    def _count_above(self, rows: int, ladder: CaptureLadder) -> None:
+        self.above_ladder += 1
+        if self.above_ladder == 1:
+            message = (
+                f"{rows} requests decode at once, above the {ladder.sizes[-1]} that CUDA graphs were captured for: "
+                f"such steps are slower. max_capture_bs raises the limit"
+            )
+            warnings.warn(message, FastgraphWarning, stacklevel=2)
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Callable[[str, float | None], None]) -> None:
+        """Run padding rows through both kinds of step, so that all that compiles has compiled; then capture."""
         null = PrefillSpan(NULL_SLOT, 0, np.zeros(3, np.int32), samples=False)
         nothing = np.empty((0, 3), np.int32)
         mixed = StepPlan(0, (), nothing, np.array([NULL_SLOT], np.int32), (null,))
         self._step.warm_up(self._metadata.refresh_mixed_metadata(mixed))
-        self._step(self._metadata.refresh_decode_metadata(1, 0, np.empty(0, np.int32), for_graph_replay=True))
+        self._padding(1)
+        if self._ladder:
+            self._ladder.capture(self._padding, lambda done: progress("capturing CUDA graphs", done))
+
+    def _padding(self, bs: int) -> SamplerOutput:
+        """A decode step of padding rows alone."""
+        nobody = np.empty(0, np.int32)
+        return self._step(self._metadata.refresh_decode_metadata(bs, 0, nobody, for_graph_replay=True))
 
 
-def _to_pinned(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    return host
+class _Arrival:
+    """Pinned memory that one step's outputs are copied to."""
+
+    def __init__(self) -> None:
+        self._buffers: SamplerOutput | None = None
+        self._event = torch.cuda.Event()
+
+    def copy(self, outputs: SamplerOutput, count: int, rows: NDArray[np.intp], wants_logprobs: bool) -> Copied:
+        if self._buffers is None or len(self._buffers.tokens) < count:
+            self._buffers = SamplerOutput(*(_pinned_like(part) for part in outputs))
+        # Without log-probabilities nobody looks at the rest.
+        wanted = len(outputs) if wants_logprobs else 1
+        for source, target in zip(outputs[:wanted], self._buffers[:wanted], strict=True):
+            target[:count].copy_(source[:count], non_blocking=True)
+        self._event.record()
+        return Copied(self._buffers, rows, wants_logprobs, self._event)
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

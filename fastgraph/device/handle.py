@@ -23,7 +23,8 @@ class DeviceHandle:
 
     def counters(self) -> dict[str, int]:
         """What should be zero while serving."""
-        return {"recompiles": self._step.recompiles, "eager_steps": self._step.eager_steps}
+        eager = self._step.eager_steps + self._executor.above_ladder
+        return {"recompiles": self._step.recompiles, "eager_steps": eager}
 
     def shutdown(self) -> None:
         """Let go of the device's memory. No step may be submitted afterwards."""
