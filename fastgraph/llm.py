@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, cast, overload
 
@@ -70,7 +71,8 @@ class LLM:
     """
 
     def __init__(self, config: EngineConfig, *, progress: Progress | None = None) -> None:
-        from fastgraph.device.builder import build_device, settle_device, settle_dtype  # torch takes seconds to import
+        # Here, so that what needs no engine need not wait for torch.
+        from fastgraph.device.builder import build_device, settle_depth, settle_device, settle_dtype
 
         tell: Progress = progress or (lambda phase, fraction: None)
         device = settle_device(config)
@@ -90,9 +92,9 @@ class LLM:
         self._template = ChatTemplate(template, special) if template is not None else None
         self.sampling_defaults = _sampling_defaults(self.checkpoint.generation_config)
         vocab = self.tokenizer.vocab_size if self.tokenizer else None
-        self._engine = Engine(
-            lambda: build_device(config, self.checkpoint, device, vocab, tell), depth=config.in_flight_depth or 0
-        )
+        # What the thread holds must not lead back here, or nobody's letting go would ever end it.
+        build = partial(build_device, config, self.checkpoint, device, vocab, tell)
+        self._engine = Engine(build, depth=settle_depth(config, device))
         self.limits = self._engine.limits
         # Neither a forgotten `close` nor the interpreter's end may leave the thread running.
         self._close = weakref.finalize(self, self._engine.close)
