@@ -90,6 +90,11 @@ def set_slot(
         state.output_counts[slot, token] += 1
 
 
+def copies(count: int, vocab: int, **request: Any) -> SamplerState:
+    """A table with as many slots of one and the same request."""
+    return SamplerState(*(part[[0] + [1] * count] for part in state_of([request], vocab)))
+
+
 def run(logits: Tensor, state: SamplerState, slots: list[int] | None = None, limit: int | None = None) -> SamplerOutput:
     rows = torch.tensor(slots or range(1, len(logits) + 1), dtype=torch.int32)
     out = SamplerOutput(
@@ -104,7 +109,8 @@ def run(logits: Tensor, state: SamplerState, slots: list[int] | None = None, lim
 
 def draws(logits: Tensor, count: int, **request: Any) -> Tensor:
     """Tokens of `count` requests that differ by their seeds alone. logits: [vocab] -> [count]."""
-    state = state_of([{**request, "seed": 7919 * i} for i in range(count)], len(logits))
+    state = copies(count, len(logits), **request)
+    state.seed[1:, 0] = torch.arange(count, dtype=torch.int32) * 7919
     return run(logits.expand(count, -1), state).tokens.long()
 
 
@@ -114,7 +120,8 @@ def kept(logits: Tensor, monkeypatch: pytest.MonkeyPatch, **request: Any) -> set
     with monkeypatch.context() as patch:
         patch.setattr(sampling, "_keys", lambda seed, index: (index, index))
         patch.setattr(sampling, "_noise", lambda ids, favourite, _: (ids == favourite) * 1e4)
-        state = state_of([{**request, "generated": i} for i in range(vocab)], vocab)
+        state = copies(vocab, vocab, **request)
+        state.generated[1:] = torch.arange(vocab, dtype=torch.int32)
         tokens = run(logits.expand(vocab, -1), state).tokens
     return {i for i, token in enumerate(tokens.tolist()) if token == i}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from sampling_helpers import distinct, expect_frequencies, run, state_of
+from sampling_helpers import copies, distinct, expect_frequencies, run
 from torch import Tensor
 
 from fastgraph.kernels import sampling
@@ -96,7 +96,7 @@ def test_frequencies_over_many_seeds_and_over_the_positions_of_one_seed() -> Non
     logits = distinct(12, 50, 1.5)
     expected = logits.double().softmax(-1)
     count = 20_000
-    state = state_of([{"temperature": 1.0}] * count, 50)
+    state = copies(count, 50, temperature=1.0)
     rows = torch.arange(count, dtype=torch.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "_sample_rows", sampling._sample_batch)
