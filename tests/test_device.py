@@ -1,0 +1,239 @@
+"""The execution plane against transformers, on a tiny model: modes, batch sizes, chunks; and the paths into a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from fastgraph.config import EngineConfig, SamplingParams
+from fastgraph.control.plan import NULL_SLOT, Admission, Limits, PrefillSpan, StepPlan
+from fastgraph.control.scheduler import Scheduler
+from fastgraph.control.states import Request
+from fastgraph.device.builder import build_device
+from fastgraph.device.handle import DeviceHandle
+from fastgraph.device.metadata import FROM_SLOT, StepMetadata
+from fastgraph.device.slots import Slots
+from fastgraph.errors import ConfigError, FastgraphWarning
+from fastgraph.loading.checkpoint import open_checkpoint
+
+CPU = torch.device("cpu")
+PROMPTS = [[5], [7, 8, 9], list(range(3, 40)), [11] * 20, list(range(90, 60, -1)), [50, 51]]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A tiny random Llama of transformers, and the folder it was saved to."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def build(folder: Path, **options: Any) -> DeviceHandle:
+    defaults: dict[str, Any] = {"dtype": "float32", "device": "cpu", "page_size": 4, "max_decode_bs": 6}
+    config = EngineConfig(model=str(folder), **{"kv_pages": 200, **defaults, **options})
+    checkpoint = open_checkpoint(str(folder), dtype="float32", progress=lambda phase, fraction: None)
+    return build_device(config, checkpoint, CPU, None, lambda phase, fraction: None)
+
+
+def serve(device: DeviceHandle, prompts: list[list[int]], tokens: int, **sampling: Any) -> list[list[int]]:
+    """Drive a device with a scheduler, a step at a time."""
+    scheduler = Scheduler(device.limits)
+    for number, prompt in enumerate(prompts, start=1):
+        params = SamplingParams(max_tokens=tokens, **sampling)
+        ids = np.array(prompt, np.int32)
+        scheduler.submit(Request(number, ids, params, 77, (), len(prompt) + tokens, incremental=False))
+    answers = {}
+    while plan := scheduler.plan():
+        for output in scheduler.land(plan, device.execute(plan).result()):
+            answers[output.request_id] = output.token_ids.tolist()
+    return [answers[number] for number in range(1, len(prompts) + 1)]
+
+
+def expected(model: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("mode", ["off", "regional", "full"])
+def test_greedy_tokens_equal_transformers_in_every_compile_mode(reference: tuple[Any, Path], mode: str) -> None:
+    model, folder = reference
+    device = build(folder, compile=mode)
+    assert serve(device, PROMPTS, 12) == expected(model, PROMPTS, 12)
+    # One at a time, and in batches of every size from 1 to the top: nothing compiles.
+    for count in (1, 2, 3, 5, 6):
+        assert serve(device, PROMPTS[:count], 5) == expected(model, PROMPTS[:count], 5)
+    assert device.counters() == {"recompiles": 0, "eager_steps": 0}
+
+
+@pytest.mark.parametrize("budget", [10, 11, 17, 64])
+def test_chunked_prompts_ride_with_decode_and_change_no_token(reference: tuple[Any, Path], budget: int) -> None:
+    model, folder = reference
+    device = build(folder, compile="off", max_step_tokens=budget)
+    assert serve(device, PROMPTS, 12) == expected(model, PROMPTS, 12)
+
+
+def test_preempted_requests_end_as_if_nothing_had_happened(reference: tuple[Any, Path]) -> None:
+    model, folder = reference
+    device = build(folder, compile="off", kv_pages=16)
+    assert serve(device, PROMPTS, 20) == expected(model, PROMPTS, 20)
+
+
+def test_a_seeded_answer_is_the_same_alone_beside_others_and_after_preemption(reference: tuple[Any, Path]) -> None:
+    _, folder = reference
+    sampling = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.7, "repetition_penalty": 1.2}
+    roomy, tight = build(folder, compile="off"), build(folder, compile="off", kv_pages=16)
+    together = serve(roomy, PROMPTS, 20, **sampling)
+    assert [serve(roomy, [prompt], 20, **sampling)[0] for prompt in PROMPTS] == together
+    assert serve(tight, PROMPTS, 20, **sampling) == together
+
+
+def test_a_step_that_would_compile_runs_eagerly_is_counted_and_said_once(reference: tuple[Any, Path]) -> None:
+    _, folder = reference
+    device = build(folder, compile="regional")
+    before = serve(device, PROMPTS[:2], 6)
+    caches = device._executor._step._caches
+    caches[0] = type(caches[0])(*(torch.cat([part, part[:1]]) for part in caches[0]))  # there is no graph for this size
+    with pytest.warns(FastgraphWarning, match="would have compiled"):
+        assert serve(device, PROMPTS[:2], 6) == before
+    counters = device.counters()
+    assert counters["recompiles"] == counters["eager_steps"] > 1
+
+
+def test_vocabulary_padding_is_never_sampled(reference: tuple[Any, Path]) -> None:
+    _, folder = reference
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", compile="off", kv_pages=50)
+    checkpoint = open_checkpoint(str(folder), dtype="float32", progress=lambda phase, fraction: None)
+    device = build_device(config, checkpoint, CPU, 40, lambda phase, fraction: None)
+    answers = serve(device, [[1, 2, 3]] * 8, 30, temperature=5.0)
+    assert max(token for answer in answers for token in answer) < 40
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 4096}, "above what the model was made for, 128"),
+        ({"max_step_tokens": 9}, "at least max_decode_bs \\+ page_size = 10"),
+        ({"max_capture_bs": 7, "device": "cpu"}, None),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    reference: tuple[Any, Path], options: dict[str, Any], message: str | None
+) -> None:
+    if message is None:  # the ladder exists on CUDA alone
+        build(reference[1], compile="off", **options)
+        return
+    with pytest.raises(ConfigError, match=message):
+        build(reference[1], compile="off", **options)
+
+
+def test_cuda_without_a_gpu_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastgraph.device.builder import settle_device
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="no CUDA GPU"):
+        settle_device(EngineConfig(device="cuda"))
+    assert settle_device(EngineConfig()) == CPU
+
+
+LIMITS = Limits(slots=4, pages=20, page_size=4, max_model_len=32, max_step_tokens=16, vocab=96)
+
+
+def test_padding_rows_of_a_decode_step_point_at_the_null_slot() -> None:
+    metadata = StepMetadata(LIMITS, CPU)
+    metadata.refresh_decode_metadata(4, 4, np.array([4, 3, 2, 1], np.int32), for_graph_replay=True)
+    inputs = metadata.refresh_decode_metadata(4, 2, np.array([3, 1], np.int32), for_graph_replay=True)
+    for rows in (inputs.slots, inputs.sampling_slots, inputs.token_slots):
+        assert rows.tolist() == [3, 1, NULL_SLOT, NULL_SLOT]
+    assert inputs.ids.tolist() == [FROM_SLOT] * 4
+    assert inputs.query_start.tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(AssertionError):
+        metadata.refresh_decode_metadata(4, 2, np.array([3, 1], np.int32), for_graph_replay=False)
+
+
+def test_replays_read_the_buffers_that_capture_saw() -> None:
+    metadata = StepMetadata(LIMITS, CPU)
+    captured = metadata.refresh_decode_metadata(2, 0, np.empty(0, np.int32), for_graph_replay=True)
+    assert captured.slots.tolist() == [NULL_SLOT, NULL_SLOT]
+    metadata.refresh_decode_metadata(2, 2, np.array([2, 4], np.int32), for_graph_replay=True)
+    assert captured.slots.tolist() == [2, 4]
+
+
+def test_a_mixed_step_lists_decode_rows_first_and_samples_only_where_a_prompt_ends() -> None:
+    spans = (
+        PrefillSpan(slot=2, start=4, ids=np.array([21, 22, 23], np.int32), samples=False),
+        PrefillSpan(slot=4, start=0, ids=np.array([31], np.int32), samples=True),
+    )
+    plan = StepPlan(1, (), np.empty((0, 3), np.int32), np.array([1, 3], np.int32), spans)
+    inputs = StepMetadata(LIMITS, CPU).refresh_mixed_metadata(plan)
+    assert inputs.ids.tolist() == [FROM_SLOT, FROM_SLOT, 21, 22, 23, 31]
+    assert inputs.offsets.tolist() == [0, 0, 0, 1, 2, 0]
+    assert inputs.token_slots.tolist() == [1, 3, 2, 2, 2, 4]
+    assert inputs.slots.tolist() == [1, 3, 2, 4]
+    assert inputs.sampling_slots.tolist() == [1, 3, NULL_SLOT, 4]
+    assert inputs.query_start.tolist() == [0, 1, 2, 5, 6]
+    assert inputs.last.tolist() == [0, 1, 4, 5]
+    assert inputs.query_lengths.tolist() == [1, 1, 3, 1]
+    assert plan.sampling_slots.tolist() == [1, 3, 4]
+
+
+def test_a_slots_new_tenant_finds_nothing_of_the_last_one() -> None:
+    slots = Slots(LIMITS, 100, CPU)
+    first = SamplingParams(
+        temperature=0.5, top_k=9, logit_bias={3: 4.0, 5: -1.0}, frequency_penalty=0.5, logprobs=True, top_logprobs=3
+    )
+    second = SamplingParams(frequency_penalty=0.25, min_tokens=2)
+    seed = (7 << 32) + (1 << 31) + 5
+    prompt, answer = np.array([8, 9, 8], np.int32), np.array([30, 31, 30], np.int32)
+    writes = np.array([[2, 0, 11], [2, 1, 12]], np.int32)
+    slots.apply(StepPlan(1, (Admission(2, first, seed, (1, 2), prompt, answer),), writes, *_nothing()))
+    sampler = slots.state.sampler
+    assert sampler.temperature[2] == 0.5
+    assert sampler.top_k[2] == 9
+    assert sampler.seed[2].tolist() == [-(1 << 31) + 5, 7]
+    assert sampler.generated[2] == 3
+    assert sampler.stop_ids[2, :3].tolist() == [1, 2, -1]
+    assert sampler.bias_ids[2, :3].tolist() == [3, 5, -1]
+    assert sampler.bias_values[2, :2].tolist() == [4.0, -1.0]
+    assert sampler.output_counts[2].nonzero()[:, 0].tolist() == [30, 31]
+    assert sampler.output_counts[2, 30] == 2
+    assert sampler.prompt_tokens[2].nonzero()[:, 0].tolist() == [8, 9]
+    assert slots.state.page_table[2, :3].tolist() == [11, 12, 0]
+    assert slots.wants_logprobs[2]
+
+    slots.apply(StepPlan(2, (Admission(2, second, 1, (), answer, answer[:0]),), writes[:0], *_nothing()))
+    assert sampler.temperature[2] == 0
+    assert sampler.stop_ids[2].unique().tolist() == [-1]
+    assert sampler.bias_ids[2].unique().tolist() == [-1]
+    assert not sampler.output_counts[2].any()
+    assert sampler.prompt_tokens[2].nonzero()[:, 0].tolist() == [30, 31]
+    assert sampler.min_tokens[2] == 2
+    assert slots.state.lengths[2] == 0
+    assert not slots.wants_logprobs[2]
+    # And the null slot stays as it was made.
+    assert slots.state.lengths[NULL_SLOT] == 0
+    assert not slots.state.page_table[NULL_SLOT].any()
+
+
+def _nothing() -> tuple[np.ndarray, tuple[()]]:
+    return np.empty(0, np.int32), ()
