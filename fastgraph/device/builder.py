@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastgraph import models
+from fastgraph import compile_cache, models
 from fastgraph.config import EngineConfig
 from fastgraph.control.plan import Limits
 from fastgraph.device.compiler import CompiledStep, Mode
@@ -78,6 +78,8 @@ def build_device(
     caches = _caches(limits, shape, device, dtype)
     slots = Slots(limits, shape.vocab, device)
     mode = settle_compile(config, device)
+    if mode != "off":
+        compile_cache.activate()
     step = CompiledStep(model, caches, slots.state, limits.vocab, mode)
     ladder = CaptureLadder(_capture_top(config, limits)) if device.type == "cuda" else None
     executor = Executor(step, slots, StepMetadata(limits, device), ladder, device, settle_depth(config, device))
