@@ -216,14 +216,15 @@ class Scheduler:
             missing = -(-span.stop // self.limits.page_size) - len(state.resources.lease)
             if missing > 0:
                 writes.append(self._grow(np.array([slot], np.int32), np.array([missing], np.int32)))
-            samples = span.stop == self.table.known[slot]
+            samples = span.stop == int(self.table.known[slot])
             spans.append(PrefillSpan(slot, span.start, self.table.tokens[slot, span.start : span.stop].copy(), samples))
             self.table.scheduled[slot] = span.stop
+            if not samples:
+                break  # the rest of the prompt is next, and a slot has one row in a step
             budget -= tokens
-            if samples:
-                self.states[head.request_id] = decode(state)
-                self.table.decoding[slot] = True
-                decoding += 1
+            decoding += 1
+            self.states[head.request_id] = decode(state)
+            self.table.decoding[slot] = True
         return spans
 
     def _chunk(self, head: Span, state: Waiting | Prefilling, budget: int, decoding: int) -> int:
