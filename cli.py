@@ -127,3 +127,7 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a letter must not end an answer
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -24,6 +24,7 @@ _ENGINE_HELP = {
     "chat_template": "A jinja file, or the template itself.",
     "max_model_len": "Tokens a request may span, prompt and answer together.",
     "max_decode_bs": "Requests that may decode at once.",
+    "max_capture_bs": "The largest batch whose steps are captured as CUDA graphs.",
     "max_step_tokens": "Tokens one step may compute; longer prompts are chunked.",
     "page_size": "Tokens a page of KV holds.",
     "kv_pages": "Pages of KV; sized from free memory if left out.",
@@ -97,7 +98,8 @@ def _flag(name: str, annotation: Any, default: Any, help: str, panel: str) -> in
 
 def _engine_flags() -> list[inspect.Parameter]:
     hints = get_type_hints(EngineConfig)
-    return [_flag(f.name, hints[f.name], f.default, _ENGINE_HELP[f.name], "Engine") for f in fields(EngineConfig)]
+    helped = [(f, _ENGINE_HELP.get(f.name, "")) for f in fields(EngineConfig)]
+    return [_flag(f.name, hints[f.name], f.default, help, "Engine") for f, help in helped]
 
 
 def _sampling_flags(names: Sequence[str]) -> list[inspect.Parameter]:
@@ -114,7 +116,7 @@ def _sampling_flags(names: Sequence[str]) -> list[inspect.Parameter]:
 
 def _sampling(values: dict[str, Any]) -> dict[str, Any]:
     """The sampling options that were given, checked."""
-    given = {name: value for name, value in values.items() if value not in (None, False, [])}
+    given = {name: value for name, value in values.items() if value is not None and value is not False and value != []}
     if "logit_bias" in given:
         given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
     if "top_logprobs" in given:

@@ -1,0 +1,484 @@
+"""The chat: what it keeps, how it is steered and stopped, and what it looks like in a real terminal and on a pipe."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pexpect
+import pyte
+import pytest
+from rich.console import Console
+
+import fastgraph
+from fastgraph.chat import DEFAULT_SAMPLING, Chat, Conversation, answer_once, join_question
+from fastgraph.engine import Timing
+from fastgraph.errors import EngineDied, RequestError
+from fastgraph.llm import Completion
+
+ROOT = Path(__file__).resolve().parent.parent
+FASTGRAPH = [sys.executable, "-m", "fastgraph.cli"]
+SMALL = ["--compile", "off", "--dtype", "float32", "--max-decode-bs", "2"]
+PATIENCE = 240  # seconds, for a machine that is busy with something else
+
+# On a busy machine, threads that wait for each other take many times longer than one alone.
+THREADS = {"OMP_NUM_THREADS": "1"}
+
+
+class FakeStream:
+    def __init__(self, llm: FakeLLM, pieces: Sequence[str], limit: int, prompt_tokens: int) -> None:
+        self._llm, self._pieces, self._prompt_tokens = llm, pieces, prompt_tokens
+        self._given: list[str] = []
+        self._reason = "stop" if len(pieces) <= limit else "length"
+        self._left = limit
+
+    def abort(self) -> None:
+        self._reason, self._left = "abort", 0
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self._pieces:
+            if not self._left:
+                break
+            self._left -= 1
+            self._given.append(piece)
+            yield piece
+
+    @property
+    def completion(self) -> Completion:
+        text = "".join(self._given)
+        timing = Timing(0.0, 0.5, 1.5)
+        return Completion(text, list(range(len(self._given))), self._reason, None, self._prompt_tokens, 0, timing)  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeLLM:
+    """Answers from a list, a token a word; a conversation is as long as it has words."""
+
+    answers: list[str | Exception]
+    context: int = 1000
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    asked: list[list[dict[str, str]]] = field(default_factory=list)
+    sampled: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: Any = field(default_factory=lambda: SimpleNamespace(name="Fake-1B"))
+
+    @property
+    def limits(self) -> Any:
+        return SimpleNamespace(max_model_len=self.context)
+
+    def render(self, messages: list[dict[str, str]]) -> list[int]:
+        self.asked.append(messages)
+        return list(range(sum(len(message["content"].split()) for message in messages)))
+
+    def stream(self, ids: list[int], **sampling: Any) -> FakeStream:
+        self.sampled.append(sampling)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return FakeStream(self, answer.split(" ") if answer else [], sampling["max_tokens"], len(ids))
+
+
+def converse(llm: FakeLLM, *lines: str | type[BaseException], width: int = 80, **options: Any) -> str:
+    """What a person who types these lines is shown, beside the answers' text."""
+    script = iter(lines)
+
+    def read() -> str:
+        line = next(script, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    shown = io.StringIO()
+    Chat(Conversation(llm, **{"sampling": {}, **options}), read, Console(file=shown, width=width)).run()  # type: ignore[arg-type]
+    return shown.getvalue()
+
+
+def test_the_second_question_is_asked_together_with_the_first_and_its_answer() -> None:
+    llm = FakeLLM(["It is Paris.", "Two million."])
+    converse(llm, "What is the capital?", "How many live there?", system="Be brief.")
+    assert llm.asked[1] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is the capital?"},
+        {"role": "assistant", "content": "ItisParis."},  # the fake's pieces have no spaces
+        {"role": "user", "content": "How many live there?"},
+    ]
+
+
+def test_clear_forgets_the_conversation_but_not_the_system_prompt() -> None:
+    llm = FakeLLM(["One.", "Two."])
+    converse(llm, "first", "/clear", "second", system="Be brief.")
+    assert [message["content"] for message in llm.asked[1]] == ["Be brief.", "second"]
+
+
+@pytest.mark.parametrize("leave", ["/exit", "/quit", " /EXIT ", EOFError])
+def test_what_leaves(leave: str | type[BaseException]) -> None:
+    llm = FakeLLM([])
+    converse(llm, leave, "never asked")
+    assert llm.asked == []
+
+
+def test_help_lists_every_command() -> None:
+    shown = converse(FakeLLM([]), "/help")
+    assert all(command in shown for command in ("/help", "/clear", "/exit", "/quit", "Ctrl-C"))
+
+
+def test_an_unknown_command_is_not_sent_to_the_model_and_the_nearest_is_named() -> None:
+    llm = FakeLLM([])
+    shown = converse(llm, "/claer", "/xyzzy now")
+    assert "no command /claer: did you mean /clear?" in shown
+    assert "no command /xyzzy: /help" in shown
+    assert llm.asked == []
+
+
+def test_a_path_is_a_question_and_not_a_command() -> None:
+    llm = FakeLLM(["A file."])
+    converse(llm, "/etc/hosts is what?")
+    assert len(llm.asked) == 1
+
+
+def test_empty_lines_are_no_questions() -> None:
+    llm = FakeLLM([])
+    converse(llm, "", "   ")
+    assert llm.asked == []
+
+
+def test_one_interrupt_at_the_prompt_stays_and_two_in_a_row_leave() -> None:
+    llm = FakeLLM(["Here.", "Still here."])
+    shown = converse(llm, KeyboardInterrupt, "one", KeyboardInterrupt, KeyboardInterrupt, "two")
+    assert [messages[-1]["content"] for messages in llm.asked] == ["one"]
+    assert "once more leaves" in shown
+
+
+def test_an_interrupt_that_clears_typed_text_does_not_leave() -> None:
+    lines: list[Any] = [KeyboardInterrupt(), KeyboardInterrupt("half a question"), "asked"]
+    llm = FakeLLM(["Yes."])
+    converse(llm, *lines)
+    assert len(llm.asked) == 1
+
+
+def test_the_answer_is_followed_by_its_speed_and_length() -> None:
+    shown = converse(FakeLLM(["one two three"]), "count")
+    assert "TTFT 0.50 s · 2.0 tok/s · 3 tokens" in shown
+
+
+def test_a_narrow_terminal_shows_everything() -> None:
+    shown = converse(FakeLLM(["one two three"]), "count", "/help", width=20)
+    assert all(len(line) <= 20 for line in shown.splitlines())
+    assert "3 tokens" in " ".join(shown.split())
+
+
+def test_sampling_is_the_flags_then_the_models_then_our_default() -> None:
+    for defaults, flags, expected in (
+        ({}, {}, DEFAULT_SAMPLING),
+        ({}, {"temperature": 0.0}, {**DEFAULT_SAMPLING, "temperature": 0.0}),
+        ({"temperature": 0.3}, {"seed": 7}, {"seed": 7}),  # the model's are filled in by the engine
+    ):
+        llm = FakeLLM(["Yes."], sampling_defaults=defaults)
+        converse(llm, "so?", sampling=flags)
+        assert {k: v for k, v in llm.sampled[0].items() if k != "max_tokens"} == expected
+
+
+def test_an_answer_may_take_all_that_the_context_leaves_and_no_more_than_was_asked_for() -> None:
+    llm = FakeLLM(["Yes.", "No."], context=50)
+    converse(llm, "a b c")
+    converse(llm, "a b c", sampling={"max_tokens": 10})
+    assert [sampling["max_tokens"] for sampling in llm.sampled] == [47, 10]
+
+
+def test_an_answer_that_the_context_cuts_is_said_to_be_cut_and_how_to_go_on() -> None:
+    shown = converse(FakeLLM(["one two three four"], context=5), "a b", width=200)
+    assert "the answer was cut: the context of 5 tokens is full; /clear" in shown
+
+
+def test_an_answer_that_max_tokens_cuts_is_said_to_be_cut() -> None:
+    shown = converse(FakeLLM(["one two three four"]), "a b", sampling={"max_tokens": 2}, width=200)
+    assert "2 tokens · cut at max-tokens" in shown
+    assert "context" not in shown.splitlines()[-1]
+
+
+def test_a_context_that_is_nearly_full_is_mentioned_beforehand() -> None:
+    shown = converse(FakeLLM(["one two three four"], context=7), "a b", width=200)
+    assert "6 of 7 tokens of context used: /clear" in shown
+
+
+def test_a_question_past_the_context_is_refused_and_forgotten_and_clear_helps() -> None:
+    llm = FakeLLM(["one two", "ok"], context=6)
+    shown = converse(llm, "a b", "c d e f g", "/clear", "a", width=200)
+    assert "error: the conversation, with this, is 8 tokens long, and the context is 6: /clear" in shown
+    assert [message["content"] for message in llm.asked[-1]] == ["a"]
+
+
+def test_a_first_question_past_the_context_does_not_advise_to_clear() -> None:
+    shown = converse(FakeLLM([], context=3), "a b c d", width=200)
+    assert "ask something shorter" in shown
+    assert "/clear" not in shown.splitlines()[-1]
+
+
+def test_a_refused_request_is_shown_and_the_conversation_goes_on_without_it() -> None:
+    llm = FakeLLM([RequestError("no such thing"), "Fine."])
+    shown = converse(llm, "first", "second")
+    assert "error: no such thing" in shown
+    assert [message["content"] for message in llm.asked[1]] == ["second"]
+
+
+def test_a_dead_engine_ends_the_chat() -> None:
+    with pytest.raises(EngineDied):
+        converse(FakeLLM([EngineDied("gone")]), "first", "second")
+
+
+def test_an_interrupt_stops_the_answer_and_what_came_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = FakeLLM(["one two three four", "more"])
+    conversation = Conversation(llm, {})  # type: ignore[arg-type]
+    before = signal.getsignal(signal.SIGINT)
+    reply = conversation.ask("count", interrupt_after(2))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (reply.finish_reason, reply.tokens) == ("abort", 2)
+    assert conversation.messages[1] == {"role": "assistant", "content": "onetwo"}
+    conversation.ask("go on", lambda piece: None)
+    assert [message["content"] for message in llm.asked[1]] == ["count", "onetwo", "go on"]
+
+
+def test_a_question_stopped_before_its_answer_began_is_not_kept() -> None:
+    class Stopped(FakeStream):
+        def __iter__(self) -> Iterator[str]:
+            os.kill(os.getpid(), signal.SIGINT)
+            yield from super().__iter__()
+
+    llm = FakeLLM([])
+    llm.stream = lambda ids, **sampling: Stopped(llm, ["one"], 9, len(ids))  # type: ignore[method-assign]
+    conversation = Conversation(llm, {})  # type: ignore[arg-type]
+    assert conversation.ask("count", lambda piece: None).finish_reason == "abort"
+    assert conversation.messages == []
+
+
+def interrupt_after(pieces: int) -> Callable[[str], None]:
+    seen: list[str] = []
+
+    def write(piece: str) -> None:
+        seen.append(piece)
+        if len(seen) == pieces:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return write
+
+
+def test_one_question_gives_the_answer_alone_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = Conversation(FakeLLM(["Paris."]), {})  # type: ignore[arg-type]
+    assert answer_once(conversation, "What?") == 0
+    assert capsys.readouterr() == ("Paris.\n", "")
+
+
+def test_one_answer_that_the_context_cuts_says_so_beside_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer_once(Conversation(FakeLLM(["one two three"], context=3), {}), "What?") == 0  # type: ignore[arg-type]
+    out, err = capsys.readouterr()
+    assert out == "onetwo\n"
+    assert "the answer was cut" in err
+
+
+@pytest.mark.parametrize(
+    ("question", "piped", "message"),
+    [
+        ("ask", None, "ask"),
+        (None, "from a pipe\nof two lines\n", "from a pipe\nof two lines"),
+        ("Summarise:", "a text\n", "Summarise:\n\na text"),
+        ("ask", "", "ask"),
+        (None, None, None),
+    ],
+)
+def test_argument_and_pipe_make_one_message(question: str | None, piped: str | None, message: str | None) -> None:
+    assert join_question(question, piped) == message
+
+
+@pytest.mark.parametrize("piped", ["", " \n"])
+def test_an_empty_pipe_is_an_error(piped: str) -> None:
+    with pytest.raises(RequestError, match="nothing to answer"):
+        join_question(None, piped)
+
+
+# --- the real model ---
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[fastgraph.LLM]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with fastgraph.load_model(compile="off", max_model_len=128, max_decode_bs=2, dtype="float32") as llm:
+        yield llm
+    torch.set_num_threads(threads)
+
+
+def test_a_stopped_answer_gives_its_pages_back_and_the_next_question_is_answered(llm: fastgraph.LLM) -> None:
+    baseline = llm.stats()["pages_free"]
+    conversation = Conversation(llm, {"temperature": 0.0, "max_tokens": 60})
+    reply = conversation.ask("Write a long story about a dragon.", interrupt_after(3))
+    assert reply.finish_reason == "abort"
+    assert 3 <= reply.tokens < 60
+    assert conversation.messages[1]["content"]
+    assert settled(llm)["pages_free"] == baseline
+    reply = conversation.ask("What is the capital of France?", lambda piece: None)
+    assert reply.finish_reason == "stop"
+    assert "Paris" in conversation.messages[3]["content"]
+    assert settled(llm)["pages_free"] == baseline
+
+
+def test_the_context_runs_out_in_a_real_conversation_without_a_traceback(llm: fastgraph.LLM) -> None:
+    conversation = Conversation(llm, {"temperature": 0.0})
+    reply = conversation.ask("word " * 60 + "Write a long story about a dragon.", lambda piece: None)
+    assert reply.context_full
+    assert reply.context == llm.limits.max_model_len
+    with pytest.raises(RequestError, match="/clear begins a new conversation"):
+        conversation.ask("And then?", lambda piece: None)
+    assert len(conversation.messages) == 2
+    conversation.clear()
+    assert conversation.ask("What is the capital of France?", lambda piece: None).finish_reason == "stop"
+
+
+def settled(llm: fastgraph.LLM) -> dict[str, int]:
+    """Stats once nothing runs: pages of an aborted request are free when its last step has landed."""
+    deadline = time.monotonic() + PATIENCE
+    while (stats := llm.stats())["running"] and time.monotonic() < deadline:
+        pass
+    return stats
+
+
+# --- the real program, in a real terminal ---
+
+
+class Terminal:
+    """A program in a pseudo-terminal, and the screen that a person would see (tall, so that nothing scrolls away)."""
+
+    def __init__(self, arguments: Sequence[str], columns: int = 80, **environment: str) -> None:
+        env = {**os.environ, **THREADS, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        env = {k: v for k, v in env.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")} | environment
+        self.process = pexpect.spawn(
+            FASTGRAPH[0], [*FASTGRAPH[1:], *arguments], env=env, dimensions=(100, columns), timeout=PATIENCE
+        )
+        self._screen = pyte.Screen(columns, 100)
+        self._stream = pyte.ByteStream(self._screen)
+        self.raw = b""
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
+
+    def until(self, condition: Callable[[str], bool]) -> str:
+        deadline = time.monotonic() + PATIENCE
+        while not condition(self.text):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"it did not come; the screen is\n{self.text}")
+            try:
+                self._feed(self.process.read_nonblocking(4096, timeout=1))
+            except pexpect.TIMEOUT:
+                continue
+            except pexpect.EOF:
+                assert condition(self.text), f"the program ended; the screen is\n{self.text}"
+        return self.text
+
+    def ready(self) -> str:
+        """Wait for the prompt."""
+        return self.until(lambda text: text.endswith("\n>") or text == ">")
+
+    def say(self, line: str) -> str:
+        """Type a line, and wait for the next prompt; what came between."""
+        before = self.ready()
+        self.process.send(line + "\r")
+        self.until(lambda text: len(text) > len(before) + len(line))
+        return self.ready()[len(before) :]
+
+    def code(self) -> int:
+        """The exit code, once it has ended."""
+        while True:
+            try:
+                self._feed(self.process.read_nonblocking(4096, timeout=PATIENCE))
+            except pexpect.EOF:
+                break
+        self.process.close()
+        assert self.process.exitstatus is not None, f"ended by signal {self.process.signalstatus}"
+        return int(self.process.exitstatus)
+
+    def _feed(self, data: bytes) -> None:
+        self.raw += data
+        self._stream.feed(data)
+
+
+def test_a_dialogue_in_a_terminal() -> None:
+    chat = Terminal(["chat", *SMALL, "--temperature", "0", "--max-tokens", "60"])
+    assert "SmolLM2-135M-Instruct" in chat.ready()
+
+    answer = chat.say("What is the capital of France?")
+    assert "Paris" in answer
+    assert re.search(r"TTFT \d+\.\d\d s · \d+\.\d tok/s · \d+ tokens", answer)
+
+    assert "did you mean /clear" in chat.say("/claer")
+
+    # Ctrl-C in mid-answer: the answer stops, the chat goes on.
+    before = chat.ready()
+    question = "Write a long story about a dragon."
+    chat.process.send(question + "\r")
+    chat.until(lambda text: len(text) > len(before) + len(question) + 10)
+    chat.process.sendintr()
+    stopped = chat.ready()[len(before) :]
+    assert "stopped · TTFT" in stopped
+    assert "Traceback" not in stopped
+
+    assert "new conversation" in chat.say("/clear")
+    assert "Paris" in chat.say("What is the capital of France?")
+
+    # Ctrl-C at the prompt clears what was typed, and only the second in a row leaves.
+    chat.process.send("half a question")
+    chat.until(lambda text: text.endswith("half a question"))
+    chat.process.sendintr()
+    chat.until(lambda text: "once more leaves" in text)
+    chat.say("/help")
+    chat.process.send("/exit\r")
+    assert chat.code() == 0
+    assert "Traceback" not in chat.text
+
+
+def test_a_terminal_without_colour_gets_none_and_ctrl_d_leaves() -> None:
+    chat = Terminal(["chat", *SMALL], columns=30, NO_COLOR="1")
+    chat.ready()
+    assert "there is no command" in chat.say("/nonsense")
+    chat.process.sendeof()
+    assert chat.code() == 0
+    colours = {code for code in parameters(chat.raw) if 30 <= code <= 49 or 90 <= code <= 107}
+    assert colours <= {39, 49}  # back to the terminal's own
+
+
+def parameters(raw: bytes) -> list[int]:
+    """The numbers of every SGR sequence (colours and styles) in a terminal's input."""
+    return [int(number) for found in re.findall(rb"\x1b\[([\d;]*)m", raw) for number in found.split(b";") if number]
+
+
+def test_loading_shows_its_phases_and_can_be_interrupted() -> None:
+    chat = Terminal(["chat", "--compile", "regional"])
+    chat.until(lambda text: "compiling" in text)
+    chat.process.sendintr()
+    assert chat.code() == 130
+    assert "Traceback" not in chat.text
+
+
+def run(*arguments: str, given: str | bytes = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
+    env = {**os.environ, **THREADS, "PYTHONPATH": str(ROOT), **environment}
+    data = given.encode() if isinstance(given, str) else given
+    return subprocess.run([*FASTGRAPH, *arguments], input=data, env=env, capture_output=True, timeout=PATIENCE)
+
+
+def test_a_question_by_pipe_is_answered_in_plain_text() -> None:
+    done = run("chat", *SMALL, "--temperature", "0", "--max-tokens", "40", given="What is the capital of France?\n")
+    assert done.returncode == 0
+    assert b"Paris" in done.stdout
+    assert b"\x1b" not in done.stdout + done.stderr
+    assert done.stdout.endswith(b"\n")
+    assert done.stderr == b""
