@@ -129,7 +129,8 @@ def _kept(scaled: Tensor, mine: SamplerState) -> Tensor:
     keep = (torch.arange(scaled.shape[1], device=scaled.device) < top_k) | (top_k <= 0)
     mass = _mass(scaled) * keep
     before = mass.cumsum(-1) - mass
-    keep &= (before < top_p.double() * mass.sum(-1, keepdim=True)) | (top_p >= 1)
+    # A top_p of 1 leaves out what weighs nothing: tokens that could not win anyhow.
+    keep &= before < top_p.double() * mass.sum(-1, keepdim=True)
     return keep & (scaled >= min_p.log())
 
 
