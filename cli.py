@@ -122,6 +122,62 @@ def env(
         show(found)
 
 
+bench = typer.Typer(help="Measure speed, with its spread and its share of what this machine could do.")
+app.add_typer(bench, name="bench", no_args_is_help=True)
+
+_Json = Annotated[str | None, typer.Option("--json", help="Write everything found to this file; - is stdout.")]
+_Repeats = Annotated[int, typer.Option(min=1, help="Measured runs, after a warm-up that does not count.")]
+_Temperature = Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")]
+_Seed = Annotated[int, typer.Option(min=0, help="Of the workload and of sampling.")]
+
+
+@bench.command()
+@takes(ENGINE)
+def latency(
+    engine: EngineConfig,
+    batch: Annotated[str, typer.Option(help="How many requests at once: a list like 1,8,32.")] = "1",
+    n_in: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
+    n_out: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    repeats: _Repeats = 5,
+    temperature: _Temperature = 0.0,
+    seed: _Seed = 0,
+    json_to: _Json = None,
+) -> None:
+    """Requests of one length, alone and in batches: TTFT, time per token, share of the memory roofline."""
+    from fastgraph.bench.commands import run_latency
+
+    try:
+        batches = [int(size) for size in batch.split(",")]
+    except ValueError:
+        batches = []
+    if min(batches, default=0) < 1:
+        raise typer.BadParameter(f"--batch takes sizes like 1,8,32, not {batch!r}")
+    options = {"n_in": n_in, "n_out": n_out, "repeats": repeats, "temperature": temperature, "seed": seed}
+    run_latency(engine, batches, options, json_to)
+
+
+@bench.command()
+@takes(ENGINE)
+def throughput(
+    engine: EngineConfig,
+    workload: Annotated[
+        str, typer.Option(help="chat, repeated_sampling, multi_turn, or a JSONL file of prompt and max_tokens.")
+    ] = "chat",
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests of chat, samples of each prompt, or sessions.")
+    ] = None,
+    repeats: _Repeats = 5,
+    temperature: _Temperature = 0.0,
+    seed: _Seed = 0,
+    json_to: _Json = None,
+) -> None:
+    """A workload asked for all at once: output tokens a second, TTFT and time per token under load."""
+    from fastgraph.bench.commands import run_throughput
+
+    options = {"workload": workload, "requests": requests, "repeats": repeats, "temperature": temperature, "seed": seed}
+    run_throughput(engine, options, json_to)
+
+
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -1,0 +1,67 @@
+"""From the command line to a bench, and from what it found to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fastgraph.bench import latency, report, roofline, shapes, throughput, with_shape, workloads
+from fastgraph.bench.measure import counters
+from fastgraph.bench.workloads import Workload
+from fastgraph.config import EngineConfig
+from fastgraph.device.builder import settle_device, settle_dtype
+from fastgraph.errors import ConfigError, ModelError
+from fastgraph.llm import LLM
+from fastgraph.terminal import Loading, load
+
+# The workload's name -> what makes it, and which of its numbers --requests sets.
+_SEEDED: dict[str, tuple[Callable[..., Workload], str]] = {
+    "chat": (workloads.chat, "requests"),
+    "repeated_sampling": (workloads.repeated_sampling, "samples"),
+    "multi_turn": (workloads.multi_turn, "sessions"),
+}
+
+
+def run_latency(config: EngineConfig, batches: Sequence[int], options: dict[str, Any], json_to: str | None) -> None:
+    report.check_destination(json_to)
+    with _loaded(config) as (llm, limit, tell):
+        rows = latency.bench(llm, limit, batches=batches, tell=tell, **options)
+        found = report.assemble("latency", llm, config, options, limit, rows, counters(llm))
+    report.publish(found, json_to)
+
+
+def run_throughput(config: EngineConfig, options: dict[str, Any], json_to: str | None) -> None:
+    report.check_destination(json_to)
+    if options["workload"] not in _SEEDED and not Path(options["workload"]).is_file():
+        raise ConfigError(f"there is no workload {options['workload']}: take {', '.join(_SEEDED)} or a JSONL file")
+    with _loaded(config) as (llm, limit, tell):
+        workload = _workload(llm, **{name: options[name] for name in ("workload", "requests", "seed")})
+        measured = {name: options[name] for name in ("repeats", "temperature", "seed")}
+        row = throughput.bench(llm, limit, workload, tell=tell, **measured)
+        found = report.assemble("throughput", llm, config, options, limit, [row], counters(llm))
+    report.publish(found, json_to)
+
+
+@contextmanager
+def _loaded(config: EngineConfig) -> Iterator[tuple[LLM, roofline.Roofline, latency.Tell]]:
+    """The engine, its roofline, and what shows progress."""
+    shaped = with_shape(config)
+    try:
+        llm = load(shaped)
+    except ModelError as error:
+        if shaped is config and config.load_format == "dummy" and config.model is not None:
+            raise ModelError(f"{error}. Shapes that are here by name: {', '.join(shapes())}") from error
+        raise
+    with llm, Loading() as loading:
+        loading.tell("measuring memory bandwidth", None)
+        device = settle_device(config)
+        yield llm, roofline.measure(llm.checkpoint.config, settle_dtype(config, device), device), loading.tell
+
+
+def _workload(llm: LLM, workload: str, requests: int | None, seed: int) -> Workload:
+    if workload in _SEEDED:
+        build, counted = _SEEDED[workload]
+        return build(seed=seed, **({counted: requests} if requests else {}))
+    return workloads.from_file(Path(workload), llm.tokenizer)[:requests]

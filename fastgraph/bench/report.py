@@ -1,0 +1,130 @@
+"""Showing what a bench found: a table for people, JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fastgraph.bench.roofline import FORMULA, Roofline
+from fastgraph.config import EngineConfig
+from fastgraph.env import report as environment
+from fastgraph.errors import ConfigError
+from fastgraph.llm import LLM
+
+# Heading -> (figure, factor to show it by, decimals)
+_LATENCY = {
+    "TTFT ms": ("ttft", 1e3, 1),
+    "TPOT ms": ("tpot", 1e3, 2),
+    "ITL p50 ms": ("itl_p50", 1e3, 2),
+    "ITL p95 ms": ("itl_p95", 1e3, 2),
+    "output tok/s": ("output_tokens_per_second", 1, 1),
+    "step ms": ("decode_step", 1e3, 2),
+    "roofline %": ("roofline_share", 100, 1),
+}
+_THROUGHPUT = {
+    "seconds": ("seconds", 1, 2),
+    "output tok/s": ("output_tokens_per_second", 1, 1),
+    "total tok/s": ("total_tokens_per_second", 1, 1),
+    "TTFT p50 ms": ("ttft_p50", 1e3, 1),
+    "TTFT p95 ms": ("ttft_p95", 1e3, 1),
+    "TPOT p50 ms": ("tpot_p50", 1e3, 2),
+    "TPOT p95 ms": ("tpot_p95", 1e3, 2),
+    "roofline %": ("roofline_share", 100, 1),
+}
+
+
+def assemble(
+    kind: str, llm: LLM, config: EngineConfig, options: Mapping[str, Any], roofline: Roofline,
+    rows: Sequence[Mapping[str, Any]], counters: Mapping[str, int],
+) -> dict[str, Any]:  # fmt: skip
+    """Everything about a bench that someone needs to repeat it or to doubt it."""
+    from fastgraph.device.builder import settle_compile, settle_device, settle_dtype
+
+    device = settle_device(config)
+    settled = {
+        "device": device.type,
+        "dtype": str(settle_dtype(config, device)).removeprefix("torch."),
+        "compile": settle_compile(config, device),
+    }
+    found = environment()
+    kept = ("fastgraph", "python", "system", "packages", "cpu", "gpus", "kernels")
+    return {
+        "bench": kind,
+        "model": llm.checkpoint.name,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "options": dict(options),
+        "engine": {name: value for name, value in asdict(config).items() if name != "token"} | settled,
+        "limits": asdict(llm.limits),
+        "environment": {name: found[name] for name in kept if name in found},
+        "roofline": {**asdict(roofline), "formula": FORMULA},
+        "rows": [dict(row) for row in rows],
+        "counters": dict(counters),
+    }
+
+
+def check_destination(json_to: str | None) -> None:
+    """Refuse to begin what could not be written down. Raises `ConfigError`."""
+    if json_to not in (None, "-") and not Path(str(json_to)).absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder to write {json_to} to")
+
+
+def publish(found: Mapping[str, Any], json_to: str | None) -> None:
+    """Print the table on stdout, and write the JSON to a file. With "-", JSON has stdout and the table stderr."""
+    show(found, Console(highlight=False, stderr=json_to == "-"))
+    text = json.dumps(found, indent=2) + "\n"
+    if json_to == "-":
+        sys.stdout.write(text)
+    elif json_to is not None:
+        try:
+            Path(json_to).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"the JSON cannot be written: {error}") from error
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """The table: each figure is the median of the repeats, with the least and the most under it."""
+    engine, options, roofline = found["engine"], found["options"], found["roofline"]
+    if not console.is_terminal:
+        console.width = 1000  # a pipe has no edge
+    console.print(
+        f"{found['bench']} of {found['model']}: {engine['device']}, {engine['dtype']}, compile {engine['compile']}, "
+        + ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
+    )
+    columns = _LATENCY if found["bench"] == "latency" else _THROUGHPUT
+    first = "batch" if found["bench"] == "latency" else "requests"
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
+    for heading in (first, *columns):
+        table.add_column(heading, justify="right")
+    for row in found["rows"]:
+        figures = [(row[figure], factor, decimals) for figure, factor, decimals in columns.values()]
+        table.add_row(str(row[first]), *(_number(f["median"], factor, digits) for f, factor, digits in figures))
+        table.add_row("", *(_range(f, factor, digits) for f, factor, digits in figures), style="dim")
+    console.print(table)
+    console.print(f"Median of {options['repeats']} repeats; below it, the least and the most of them.")
+    console.print(
+        f"{FORMULA}; here {_bytes(roofline['weights'])}, {_bytes(roofline['kv_token'])} and "
+        f"{roofline['bandwidth'] / 1e9:.1f} GB/s, measured now."
+    )
+    console.print(", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found["counters"].items()))
+
+
+def _number(value: float | None, factor: float, decimals: int) -> str:
+    return "-" if value is None else f"{value * factor:.{decimals}f}"
+
+
+def _range(figure: Mapping[str, Any], factor: float, decimals: int) -> str:
+    least, most = (_number(figure[end], factor, decimals) for end in ("min", "max"))
+    return "" if least == "-" else f"{least}..{most}"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count} bytes"

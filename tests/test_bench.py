@@ -1,0 +1,268 @@
+"""The benches: that they ask the same of every engine, and that their figures mean what their names say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+import fastgraph
+from fastgraph.bench import latency, measure, roofline, shapes, throughput, with_shape, workloads
+from fastgraph.bench.measure import Run
+from fastgraph.bench.roofline import Roofline
+from fastgraph.bench.workloads import Turn, Workload
+from fastgraph.cli import app
+from fastgraph.config import EngineConfig
+from fastgraph.errors import ConfigError
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 256,
+}  # fmt: skip
+MACHINE = Roofline(weights=1000, kv_token=10, bandwidth=100.0)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shape") / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Path) -> Iterator[fastgraph.LLM]:
+    with fastgraph.load_model(str(tiny), load_format="dummy", device="cpu", compile="off", max_decode_bs=4) as llm:
+        yield llm
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+# --- workloads ---
+
+
+@pytest.mark.parametrize(
+    ("workload", "digest"),
+    [
+        (workloads.latency(), "c8b6ed175a204d8e"),
+        (workloads.chat(50), "c9731e6c679f84e5"),
+        (workloads.repeated_sampling(3, 5), "52978c5fa7a2bd21"),
+        (workloads.multi_turn(2, 3), "85aaa83c772b8e4c"),
+    ],
+)
+def test_a_workload_never_changes_or_old_figures_could_not_be_compared(workload: Workload, digest: str) -> None:
+    requests = [[list(turn.ids), turn.max_tokens] for session in workload for turn in session]
+    assert hashlib.sha256(json.dumps(requests).encode()).hexdigest()[:16] == digest
+
+
+def test_chat_lengths_have_the_median_and_the_tail_that_they_claim() -> None:
+    turns = [session[0] for session in workloads.chat(2000)]
+    prompts, answers = [len(turn.ids) for turn in turns], [turn.max_tokens for turn in turns]
+    assert statistics.median(prompts) == pytest.approx(120, rel=0.1)
+    assert statistics.median(answers) == pytest.approx(180, rel=0.1)
+    assert (max(prompts), max(answers), min(prompts + answers)) == (2048, 1024, 4)
+    assert np.std(np.log(prompts)) == pytest.approx(1.1, rel=0.1)
+
+
+def test_repeated_sampling_shares_its_prompts() -> None:
+    sessions = workloads.repeated_sampling(prompts=2, samples=3, n_in=10)
+    assert [sessions[0][0].ids, sessions[3][0].ids] == [sessions[2][0].ids, sessions[5][0].ids]
+    assert sessions[0][0].ids != sessions[3][0].ids
+
+
+def test_a_users_own_workload(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": [5, 6], "max_tokens": 3}\n\n{"prompt": [7]}\n')
+    assert workloads.from_file(path, None) == [[Turn([5, 6], 3, False)], [Turn([7], 256, False)]]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: a request is"),
+        ('{"max_tokens": 3}', "line 2: a request is"),
+        ('{"prompt": [1], "temperature": 1}', "line 2: a request is"),
+        ('{"prompt": []}', "line 2: a prompt is"),
+        ('{"prompt": ["a"]}', "line 2: a prompt is"),
+        ('{"prompt": [1], "max_tokens": 0}', "line 2: max_tokens must be"),
+        ('{"prompt": "text"}', "line 2: the prompt is text"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(f'{{"prompt": [5]}}\n{line}\n')
+    with pytest.raises(ConfigError, match=message):
+        workloads.from_file(path, None)
+
+
+# --- figures ---
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 100])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.95, 1.0])
+def test_percentiles_are_numpys(count: int, share: float) -> None:
+    values = list(np.random.default_rng(count).random(count))
+    assert measure.percentile(values, share) == pytest.approx(np.percentile(values, 100 * share))
+
+
+def test_a_spread_hides_no_repeat() -> None:
+    assert measure.spread([3.0, 1.0, 9.0]) == {"median": 3.0, "min": 1.0, "max": 9.0, "all": [3.0, 1.0, 9.0]}
+    assert measure.spread([None])["median"] is None
+
+
+def test_the_decode_step_is_measured_only_while_every_request_decodes() -> None:
+    """Two requests, the second admitted two steps late; a step takes 1 s while both decode, and 3 s before."""
+    first = Run(10, [0] * 6, 3.0, 12.0, [3.0, 6.0, 9.0, 10.0, 11.0, 12.0])
+    second = Run(20, [0] * 6, 9.01, 14.01, [9.01, 10.01, 11.01, 12.01, 13.0, 14.0])
+    step, context = latency._decode_step([first, second])
+    assert step == pytest.approx(1.0)
+    # Three steps: contexts (10 + 3) + (20 + 1), then one more each twice.
+    assert context == pytest.approx(statistics.mean([34, 36, 38]))
+
+
+def test_one_token_answers_have_no_decode_step() -> None:
+    assert latency._decode_step([Run(10, [0], 1.0, 1.0, [1.0])])[0] is None
+    assert Run(10, [0], 1.0, 1.0, []).tpot is None
+
+
+def test_the_least_time_of_decoding_by_counting_steps_one_by_one() -> None:
+    # One request of 5 + 3 tokens: prefill gives the first; two steps read 6 and 7 tokens of context.
+    assert MACHINE.decode_seconds([(5, 3)], slots=1) == pytest.approx((1060 + 1070) / 100)
+    # Two at once share the weights; one after the other they do not.
+    assert MACHINE.decode_seconds([(5, 3), (5, 3)], slots=2) == pytest.approx((1120 + 1140) / 100)
+    assert MACHINE.decode_seconds([(5, 3), (5, 3)], slots=1) == pytest.approx(2 * (1060 + 1070) / 100)
+    # The third takes the slot of the first, which ends before the second.
+    assert MACHINE.decode_seconds([(5, 2), (5, 3), (9, 2)], slots=2) == pytest.approx((1120 + 1170) / 100)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_that_a_step_reads_are_those_of_transformers_model(tied: bool) -> None:
+    config = {**TINY, "tie_word_embeddings": tied}
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    read = sum(parameter.numel() for parameter in theirs.parameters())
+    if not tied:
+        read -= theirs.model.embed_tokens.weight.numel()  # a step looks up a few rows
+    found = roofline.measure(config, torch.bfloat16, torch.device("cpu"))
+    assert found.weights == 2 * read
+    assert found.kv_token == 2 * 2 * 2 * 2 * 8  # layers, k and v, kv heads, head_dim, bytes
+    assert found.bandwidth > 1e8
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("llama-3.1-8b", 8_030_261_248), ("llama-3.2-1b", 1_235_814_400), ("qwen3-0.6b", 596_049_920)],
+)
+def test_shipped_shapes_have_as_many_parameters_as_the_published_models(name: str, parameters: int) -> None:
+    path = with_shape(EngineConfig(model=name.upper(), load_format="dummy")).model
+    assert path is not None
+    config = json.loads(Path(path).read_text())
+    with torch.device("meta"):
+        kind = {"llama": transformers.LlamaForCausalLM, "qwen3": transformers.Qwen3ForCausalLM}[config["model_type"]]
+        model = kind(kind.config_class(**config))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert model.__class__.__name__ in config["architectures"]
+    assert name in shapes()
+
+
+def test_a_shapes_name_means_the_shape_only_with_random_weights() -> None:
+    assert with_shape(EngineConfig(model="llama-3.2-1b")).model == "llama-3.2-1b"
+    assert with_shape(EngineConfig(load_format="dummy")).model is None
+
+
+# --- on an engine ---
+
+
+def test_runs_have_the_lengths_that_were_asked_for_and_every_arrival(llm: fastgraph.LLM) -> None:
+    turns = [Turn([1, 2, 3], 5), Turn([29_999, 7], 1)]  # the second's id is past this vocabulary
+    took, runs = measure.run_together(llm, turns, clocked=True)
+    assert [(run.prompt_tokens, len(run.token_ids), len(run.arrivals)) for run in runs] == [(3, 5, 5), (2, 1, 1)]
+    assert 0 < runs[0].ttft <= runs[0].total <= took
+    assert runs[0].arrivals == sorted(runs[0].arrivals)
+    _, unclocked = measure.run_together(llm, turns)
+    assert [run.token_ids for run in unclocked] == [run.token_ids for run in runs]
+    assert unclocked[0].arrivals == []
+
+
+def test_a_later_turn_has_all_that_was_said_before_as_its_prompt(llm: fastgraph.LLM) -> None:
+    sessions = [[Turn([1] * 10, 4), Turn([2] * 3, 5)], [Turn([3] * 7, 2)]]
+    seconds, rounds = throughput._all_turns(llm, sessions, 0.0, 0)
+    assert [[run.prompt_tokens for run in runs] for runs in rounds] == [[10, 7], [10 + 4 + 3]]
+    assert len(seconds) == 2
+
+
+def test_a_batch_that_would_wait_in_a_queue_is_refused(llm: fastgraph.LLM) -> None:
+    with pytest.raises(ConfigError, match="pass --max-decode-bs 5"):
+        latency.bench(
+            llm, MACHINE, batches=[5], n_in=4, n_out=4, repeats=1, temperature=0, seed=0, tell=lambda *_: None
+        )
+
+
+def test_requests_that_the_engine_would_refuse_are_counted_before_anything_runs(llm: fastgraph.LLM) -> None:
+    with pytest.raises(ConfigError, match="1 of 2 requests span more than the 256 tokens"):
+        throughput.bench(
+            llm, MACHINE, [[Turn([1] * 250, 7)], [Turn([1], 7)]], repeats=1, temperature=0, seed=0, tell=lambda *_: None
+        )
+
+
+def test_latency_by_the_command_line(tiny: Path) -> None:
+    arguments = ("-m", tiny, "--load-format", "dummy", "--compile", "off", "--dtype", "float32", "--device", "cpu")
+    result = run("latency", *arguments, "--batch", "2,1", "--n-in", 8, "--n-out", 6, "--repeats", 3, "--json", "-")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [row["batch"] for row in found["rows"]] == [1, 2]
+    for row in found["rows"]:
+        for name in ("ttft", "tpot", "itl_p50", "itl_p95", "output_tokens_per_second", "decode_step", "roofline_share"):
+            assert len(row[name]["all"]) == 3
+            assert row[name]["min"] == min(row[name]["all"])
+            assert row[name]["median"] == statistics.median(row[name]["all"])
+            assert row[name]["max"] == max(row[name]["all"])
+            assert row[name]["min"] > 0
+    assert found["counters"] == {"recompiles": 0, "eager_steps": 0, "preemptions": 0}
+    assert [found["engine"][name] for name in ("device", "dtype", "compile")] == ["cpu", "float32", "off"]
+    assert "token" not in found["engine"]
+    # The table went to stderr, plain.
+    assert "TTFT ms" in result.stderr
+    assert "\x1b" not in result.stderr
+
+
+def test_throughput_by_the_command_line(tiny: Path, tmp_path: Path) -> None:
+    mine, out = tmp_path / "mine.jsonl", tmp_path / "found.json"
+    mine.write_text("".join(f'{{"prompt": {[1] * (n + 1)}, "max_tokens": {n + 2}}}\n' for n in range(9)))
+    arguments = ("-m", tiny, "--load-format", "dummy", "--compile", "off", "--device", "cpu", "--max-decode-bs", 4)
+    result = run("throughput", *arguments, "--workload", mine, "--requests", 8, "--repeats", 2, "--json", out)
+    assert result.exit_code == 0, result.output
+    assert "output tok/s" in result.stdout
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["requests"] == 8
+    assert row["prompt_tokens"]["all"] == [sum(range(1, 9))] * 2
+    assert row["output_tokens"]["all"] == [sum(range(2, 10))] * 2
+    for speed, seconds in zip(row["output_tokens_per_second"]["all"], row["seconds"]["all"], strict=True):
+        assert speed == pytest.approx(sum(range(2, 10)) / seconds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("latency", "--batch", "1,zero"), 2, "takes sizes like"),
+        (("latency", "--batch", "0"), 2, "takes sizes like"),
+        (("latency", "--repeats", "0"), 2, "repeats"),
+        (("throughput", "--workload", "nonsense"), 1, "there is no workload nonsense"),
+        (("latency", "--json", "/nowhere/at/all.json"), 1, "no folder to write"),
+        (("latency", "-m", "./nothing.json", "--load-format", "dummy"), 1, "llama-3.2-1b"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_at_once(arguments: tuple[str, ...], code: int, message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == code
+    assert message in " ".join(result.stderr.split())
