@@ -17,6 +17,7 @@ from sampling_helpers import (
     VOCAB,
     distinct,
     run,
+    set_slot,
     state_of,
 )
 from torch import Tensor
@@ -74,8 +75,10 @@ def test_counts_stop_at_what_their_type_holds(path: str) -> None:
 def test_rows_of_the_null_slot_get_token_zero_and_change_nothing(path: str) -> None:
     requests = [{"temperature": 1.0, "seed": i, "presence": 0.5, "logprobs": 2, "answer": (4,)} for i in range(3)]
     logits = torch.stack([distinct(i) for i in range(6)])
-    logits[[1, 4, 5]] = torch.tensor([math.nan, INF, -INF])[:, None]
+    logits[[1, 4]] = torch.tensor([math.nan, INF])[:, None]
     alone, padded = state_of(requests), state_of(requests)
+    for state in (alone, padded):
+        set_slot(state, 0, temperature=1.0, presence=0.5, repetition=0.0, top_p=0.0, logprobs=4, answer=(5, 5))
     expected = run(logits[[0, 2, 3]], alone, [3, 1, 2])
     out = run(logits, padded, [3, 0, 1, 2, 0, 0])
     for mine, theirs in zip(out, expected, strict=True):

@@ -110,7 +110,7 @@ def _sample_batch(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerO
     adjusted = _ban(_penalise(_bias(raw, mine), counts, in_prompt, mine), mine)
     values, ids = adjusted.sort(dim=-1, descending=True, stable=True)
     top = values[:, 0]
-    sampled = (mine.temperature > 0) & (mine.top_k != 1) & top.isfinite()
+    sampled = (mine.temperature > 0) & top.isfinite()
     scaled = _scale(values, top[:, None], torch.where(sampled, mine.temperature, 1.0)[:, None])
     score = scaled + _noise(ids, *(key[:, None] for key in _keys(mine.seed, mine.generated)))
     drawn = _pick(torch.where(_kept(scaled, mine), score, _BANNED), ids)
