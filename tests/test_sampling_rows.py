@@ -78,7 +78,7 @@ def test_rows_of_the_null_slot_get_token_zero_and_change_nothing(path: str) -> N
     logits[[1, 4]] = torch.tensor([math.nan, INF])[:, None]
     alone, padded = state_of(requests), state_of(requests)
     for state in (alone, padded):
-        set_slot(state, 0, temperature=1.0, presence=0.5, repetition=0.0, top_p=0.0, logprobs=4, answer=(5, 5))
+        set_slot(state, 0, temperature=1.0, presence=0.5, repetition=0.0, logprobs=4, answer=(5, 5))
     expected = run(logits[[0, 2, 3]], alone, [3, 1, 2])
     out = run(logits, padded, [3, 0, 1, 2, 0, 0])
     for mine, theirs in zip(out, expected, strict=True):
