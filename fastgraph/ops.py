@@ -6,13 +6,14 @@ them on to `attention`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastgraph.kernels import attention as _attention
+from fastgraph.kernels import cuda
 
 
 class LayerCache(NamedTuple):
@@ -39,6 +40,16 @@ class Batch(NamedTuple):
     page_table: Tensor  # [slots, pages_per_slot] int32
 
 
+class Norm(Protocol):
+    """An RMSNorm of the model file."""
+
+    @property
+    def weight(self) -> Tensor: ...  # [width]
+
+    @property
+    def eps(self) -> float: ...
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last axis, computed in float32 (arXiv:1910.07467). Same shape and dtype as x."""
     y = x.float()
@@ -63,15 +74,57 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, batch: Batch, *, scale: float, window: int = 0
+def linear(
+    x: Tensor,
+    layer: nn.Linear | nn.Embedding,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Write k and v into the pages, then attend causally over everything the row has there.
+    """A linear layer with what stands around it: the norm of its input, SwiGLU on its output, the residual's addition.
+
+    x: [tokens, in] -> [tokens, out]. `gated`: the layer's first half of outputs is the gate, and half as many come out.
+    A tied head gives its embedding as the layer. On a GPU this is one kernel for a small batch.
+    """
+    bias = layer.bias if isinstance(layer, nn.Linear) else None
+    if x.is_cuda:
+        scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return cuda.linear(x, layer.weight, bias, scale, eps, gated, residual)
+    y = F.linear(x if norm is None else rms_norm(x, norm.weight, norm.eps), layer.weight, bias)
+    y = silu_mul(y) if gated else y
+    return y if residual is None else residual + y
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: LayerCache,
+    batch: Batch,
+    *,
+    scale: float,
+    window: int = 0,
+    rope: tuple[Tensor, Tensor] | None = None,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> Tensor:
+    """Norm and rotate q and k, write k and v into the pages, attend causally over everything the row has there.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns [tokens, heads, head_dim].
-    `window` > 0 lets a token see only itself and the `window - 1` before it.
+    `window` > 0 lets a token see only itself and the `window - 1` before it. `rope` is cos and sin as in `rotary`;
+    q_norm and k_norm are norms of each head, before it. Without them q and k are taken as they come.
     """
-    out = torch.empty_like(q)
     rows = (batch.page_table, batch.lengths, batch.slots, batch.query_start)
+    if q.is_cuda:
+        cos, sin = rope or (None, None)
+        scales = (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm and k_norm else (None, None, 0.0)
+        where = (cache.k, cache.v, *rows, batch.positions, batch.token_slots)
+        return cuda.rotate_and_attend(q, k, v, cos, sin, *scales, *where, scale, window)
+    if q_norm and k_norm:
+        q, k = rms_norm(q, q_norm.weight, q_norm.eps), rms_norm(k, k_norm.weight, k_norm.eps)
+    if rope:
+        q, k = rotary(q, *rope), rotary(k, *rope)
+    out = torch.empty_like(q)
     _attention.attend(q, k, v, cache.k, cache.v, *rows, out, scale, window)
     return out

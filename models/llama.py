@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastgraph import ops
 from fastgraph.errors import ModelError
@@ -152,46 +151,42 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.hidden))
         self.eps = config.norm_eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
-
 
 class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.head_dim, self.window = config.head_dim, config.window
         width = config.heads * config.head_dim
+        self.norm = RMSNorm(config)
         self.qkv = nn.Linear(config.hidden, width + 2 * config.kv_heads * config.head_dim, bias=config.attention_bias)
         self.o = nn.Linear(width, config.hidden, bias=config.attention_bias)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: ops.LayerCache, batch: ops.Batch) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [tokens, heads + 2 * kv_heads, head_dim]
+        qkv = ops.linear(x, self.qkv, norm=self.norm).unflatten(-1, (-1, self.head_dim))
         kv_heads = cache.k.shape[2]
-        q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        q, k = ops.rotary(q, *rope), ops.rotary(k, *rope)
-        y = ops.attention(q, k, v, cache, batch, scale=self.head_dim**-0.5, window=self.window)
-        return self.o(y.flatten(1))
+        q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)  # [tokens, heads, head_dim] each
+        y = ops.attention(q, k, v, cache, batch, scale=self.head_dim**-0.5, window=self.window, rope=rope)
+        return ops.linear(y.flatten(1), self.o, residual=x)
 
 
 class MLP(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self.norm = RMSNorm(config)
         self.gate_up = nn.Linear(config.hidden, 2 * config.intermediate, bias=config.mlp_bias)
         self.down = nn.Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(ops.silu_mul(self.gate_up(x)))
+        return ops.linear(ops.linear(x, self.gate_up, norm=self.norm, gated=True), self.down, residual=x)
 
 
 class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(config), Attention(config)
-        self.mlp_norm, self.mlp = RMSNorm(config), MLP(config)
+        self.attention, self.mlp = Attention(config), MLP(config)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: ops.LayerCache, batch: ops.Batch) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, cache, batch)
-        return x + self.mlp(self.mlp_norm(x))  # [tokens, hidden]
+        return self.mlp(self.attention(x, rope, cache, batch))  # [tokens, hidden]
 
 
 class Model(nn.Module):
@@ -218,20 +213,19 @@ class Model(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """Final norm and logits. [rows, hidden] -> [rows, vocab] float32"""
-        x = self.norm(x)
-        return (F.linear(x, self.embedding.weight) if self.output is None else self.output(x)).float()
+        return ops.linear(x, self.output or self.embedding, norm=self.norm).float()
 
 
 # Our parameters, and the checkpoint's that they are made of, one below the other.
 _ATTENTION, _MLP = "model.layers.{}.self_attn", "model.layers.{}.mlp"
 WEIGHTS: dict[str, str | tuple[str, ...]] = {
     "embedding.weight": "model.embed_tokens.weight",
-    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.attention.norm.weight": "model.layers.{}.input_layernorm.weight",
     "layers.{}.attention.qkv.weight": tuple(f"{_ATTENTION}.{p}_proj.weight" for p in "qkv"),
     "layers.{}.attention.qkv.bias": tuple(f"{_ATTENTION}.{p}_proj.bias" for p in "qkv"),
     "layers.{}.attention.o.weight": f"{_ATTENTION}.o_proj.weight",
     "layers.{}.attention.o.bias": f"{_ATTENTION}.o_proj.bias",
-    "layers.{}.mlp_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.{}.mlp.norm.weight": "model.layers.{}.post_attention_layernorm.weight",
     "layers.{}.mlp.gate_up.weight": (f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"),
     "layers.{}.mlp.gate_up.bias": (f"{_MLP}.gate_proj.bias", f"{_MLP}.up_proj.bias"),
     "layers.{}.mlp.down.weight": f"{_MLP}.down_proj.weight",
