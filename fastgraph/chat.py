@@ -18,6 +18,11 @@ from rich.text import Text
 from fastgraph.errors import EngineDied, FastgraphError, RequestError
 from fastgraph.terminal import write
 
+try:
+    import termios
+except ImportError:  # on Windows
+    termios = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from fastgraph.control.states import FinishReason
     from fastgraph.llm import LLM, Timing
@@ -74,9 +79,7 @@ class Conversation:
         if answer.text or answer.finish_reason != "abort":
             self.messages = [*asked, {"role": "assistant", "content": answer.text}]
         full = answer.finish_reason == "length" and len(answer.token_ids) == room
-        return Reply(
-            answer.finish_reason, len(answer.token_ids), len(ids) + len(answer.token_ids), full, answer.timing
-        )
+        return Reply(answer.finish_reason, len(answer.token_ids), len(ids) + len(answer.token_ids), full, answer.timing)
 
     def clear(self) -> None:
         """Forget everything but the system prompt."""
@@ -146,7 +149,8 @@ class Chat:
     def _answer(self, question: str) -> None:
         ends = _Endings(write)
         try:
-            reply = self._conversation.ask(question, ends.write)
+            with _silent_keyboard():
+                reply = self._conversation.ask(question, ends.write)
         except EngineDied:
             raise
         except FastgraphError as error:
@@ -261,6 +265,21 @@ def _on_interrupt(action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _silent_keyboard() -> Iterator[None]:
+    """Keep what is typed meanwhile out of an answer: it waits for the next prompt. Ctrl-C works as ever."""
+    if termios is None or not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def join_question(question: str | None, piped: str | None) -> str | None:

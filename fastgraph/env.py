@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -80,7 +81,7 @@ def show(found: Report) -> None:
             line("GPU", f"none that torch can use ({found['torch_build']})")
         line("device", f"{found['device']}, {found['dtype']}, compile {found['compile']}")
         for name, implementation in found["kernels"].items():
-            line(name, implementation)
+            line(f"op {name}", implementation)
         line("default model", f"{found['default_model']['name']}: {found['default_model']['state']}")
         for name, cache in found["caches"].items():
             line(name, f"{cache['folder']} ({_size(cache['bytes'])})")
@@ -138,14 +139,15 @@ def _torch() -> Report:
 
 
 def _kernels(device: str) -> dict[str, str]:
-    """Which implementation of each op serves on a device, as torch's dispatcher has it."""
+    """Which implementation of each op of fastgraph's own serves on a device, as torch's dispatcher has it."""
     import torch
 
-    from fastgraph.kernels import attention, sampling  # noqa: F401 - importing them registers the ops
-
+    importlib.import_module("fastgraph.ops")  # importing the ops registers them
+    importlib.import_module("fastgraph.kernels.sampling")
     serving = {}
-    for name, op in (("attention", "fastgraph::paged_attention"), ("sampling", "fastgraph::sample")):
+    for op in sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastgraph::")):
         own = torch._C._dispatch_has_kernel_for_dispatch_key(op, device.upper())
+        name = op.removeprefix("fastgraph::").replace("_", " ")
         serving[name] = f"a kernel for {device}" if own else "the reference in plain PyTorch operations"
     return serving
 

@@ -21,7 +21,8 @@ import pytest
 from rich.console import Console
 
 import fastgraph
-from fastgraph.chat import DEFAULT_SAMPLING, Chat, Conversation, answer_once, join_question
+from fastgraph import chat, terminal
+from fastgraph.chat import DEFAULT_SAMPLING, Chat, Conversation, answer_once, join_question, reader
 from fastgraph.engine import Timing
 from fastgraph.errors import EngineDied, RequestError
 from fastgraph.llm import Completion
@@ -277,6 +278,49 @@ def test_one_question_gives_the_answer_alone_and_an_exit_code(capsys: pytest.Cap
     assert capsys.readouterr() == ("Paris.\n", "")
 
 
+def test_one_question_that_is_interrupted_keeps_what_came_and_is_exit_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put, interrupt = chat.write, interrupt_after(2)
+
+    def write(piece: str) -> None:
+        put(piece)
+        interrupt(piece)
+
+    monkeypatch.setattr(chat, "write", write)
+    assert answer_once(Conversation(FakeLLM(["one two three"]), {}), "count") == 130  # type: ignore[arg-type]
+    assert capsys.readouterr() == ("onetwo\n", "")
+
+
+def test_control_characters_of_an_answer_reach_a_pipe_but_not_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "a\tb\nc\x1b[31m\x07\r\x9bé漢"
+    terminal.write(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    terminal.write(text)
+    assert capsys.readouterr().out == "a\tb\nc\ufffd[31m\ufffd\ufffd\ufffdé漢"
+
+
+def test_without_prompt_toolkit_lines_are_read_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: f"{prompt}typed")
+    assert reader()() == "> typed"
+
+
+def test_with_stdout_on_a_pipe_the_prompt_goes_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("typed\n"))
+    read = reader()
+    assert read() == "typed\n"
+    with pytest.raises(EOFError):
+        read()
+    assert capsys.readouterr() == ("", "> > ")
+
+
 def test_one_answer_that_the_context_cuts_says_so_beside_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer_once(Conversation(FakeLLM(["one two three"], context=3), {}), "What?") == 0  # type: ignore[arg-type]
     out, err = capsys.readouterr()
@@ -413,46 +457,47 @@ class Terminal:
 
 
 def test_a_dialogue_in_a_terminal() -> None:
-    chat = Terminal(["chat", *SMALL, "--temperature", "0", "--max-tokens", "60"])
-    assert "SmolLM2-135M-Instruct" in chat.ready()
+    screen = Terminal(["chat", *SMALL, "--temperature", "0", "--max-tokens", "60"])
+    assert "SmolLM2-135M-Instruct" in screen.ready()
 
-    answer = chat.say("What is the capital of France?")
+    answer = screen.say("What is the capital of France?")
     assert "Paris" in answer
     assert re.search(r"TTFT \d+\.\d\d s · \d+\.\d tok/s · \d+ tokens", answer)
 
-    assert "did you mean /clear" in chat.say("/claer")
+    assert "did you mean /clear" in screen.say("/claer")
 
     # Ctrl-C in mid-answer: the answer stops, the chat goes on.
-    before = chat.ready()
+    before = screen.ready()
     question = "Write a long story about a dragon."
-    chat.process.send(question + "\r")
-    chat.until(lambda text: len(text) > len(before) + len(question) + 10)
-    chat.process.sendintr()
-    stopped = chat.ready()[len(before) :]
+    screen.process.send(question + "\r")
+    screen.until(lambda text: len(text) > len(before) + len(question) + 10)
+    screen.process.sendintr()
+    stopped = screen.ready()[len(before) :]
     assert "stopped · TTFT" in stopped
+    assert "^C" not in stopped
     assert "Traceback" not in stopped
 
-    assert "new conversation" in chat.say("/clear")
-    assert "Paris" in chat.say("What is the capital of France?")
+    assert "new conversation" in screen.say("/clear")
+    assert "Paris" in screen.say("What is the capital of France?")
 
     # Ctrl-C at the prompt clears what was typed, and only the second in a row leaves.
-    chat.process.send("half a question")
-    chat.until(lambda text: text.endswith("half a question"))
-    chat.process.sendintr()
-    chat.until(lambda text: "once more leaves" in text)
-    chat.say("/help")
-    chat.process.send("/exit\r")
-    assert chat.code() == 0
-    assert "Traceback" not in chat.text
+    screen.process.send("half a question")
+    screen.until(lambda text: text.endswith("half a question"))
+    screen.process.sendintr()
+    screen.until(lambda text: "once more leaves" in text)
+    screen.say("/help")
+    screen.process.send("/exit\r")
+    assert screen.code() == 0
+    assert "Traceback" not in screen.text
 
 
 def test_a_terminal_without_colour_gets_none_and_ctrl_d_leaves() -> None:
-    chat = Terminal(["chat", *SMALL], columns=30, NO_COLOR="1")
-    chat.ready()
-    assert "there is no command" in chat.say("/nonsense")
-    chat.process.sendeof()
-    assert chat.code() == 0
-    colours = {code for code in parameters(chat.raw) if 30 <= code <= 49 or 90 <= code <= 107}
+    screen = Terminal(["chat", *SMALL], columns=30, NO_COLOR="1")
+    screen.ready()
+    assert "there is no command" in screen.say("/nonsense")
+    screen.process.sendeof()
+    assert screen.code() == 0
+    colours = {code for code in parameters(screen.raw) if 30 <= code <= 49 or 90 <= code <= 107}
     assert colours <= {39, 49}  # back to the terminal's own
 
 
@@ -462,11 +507,11 @@ def parameters(raw: bytes) -> list[int]:
 
 
 def test_loading_shows_its_phases_and_can_be_interrupted() -> None:
-    chat = Terminal(["chat", "--compile", "regional"])
-    chat.until(lambda text: "compiling" in text)
-    chat.process.sendintr()
-    assert chat.code() == 130
-    assert "Traceback" not in chat.text
+    screen = Terminal(["chat", "--compile", "regional"])
+    screen.until(lambda text: "compiling" in text)
+    screen.process.sendintr()
+    assert screen.code() == 130
+    assert "Traceback" not in screen.text
 
 
 def run(*arguments: str, given: str | bytes = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
