@@ -107,3 +107,9 @@ def test_frequencies_over_many_seeds_and_over_the_positions_of_one_seed() -> Non
             expect_frequencies(tokens, expected)
             pairs = tokens[1:] * 50 + tokens[:-1]
             expect_frequencies(pairs, torch.outer(expected, expected).flatten())
+
+
+def test_equal_scores_go_to_the_lowest_id_in_whatever_order_they_come() -> None:
+    score = torch.tensor([[1.0, 2.0, 2.0, -1.0], [3.0, 0.0, 3.0, 3.0]])
+    ids = torch.tensor([[4, 9, 3, 0], [7, 1, 5, 6]])
+    assert sampling._pick(score, ids).tolist() == [3, 5]
