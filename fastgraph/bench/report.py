@@ -91,7 +91,7 @@ def publish(found: Mapping[str, Any], json_to: str | None) -> None:
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:
-    """The table: each figure is the median of the repeats, with the least and the most under it."""
+    """The table: each figure is the median of the repeats, with the least and the most of them under it."""
     engine, options, roofline = found["engine"], found["options"], found["roofline"]
     if not console.is_terminal:
         console.width = 1000  # a pipe has no edge
@@ -105,11 +105,11 @@ def show(found: Mapping[str, Any], console: Console) -> None:
     for heading in (first, *columns):
         table.add_column(heading, justify="right")
     for row in found["rows"]:
-        figures = [(row[figure], factor, decimals) for figure, factor, decimals in columns.values()]
-        table.add_row(str(row[first]), *(_number(f["median"], factor, digits) for f, factor, digits in figures))
-        table.add_row("", *(_range(f, factor, digits) for f, factor, digits in figures), style="dim")
+        for label, of, style in ((str(row[first]), "median", ""), ("least", "min", "dim"), ("most", "max", "dim")):
+            figures = (_number(row[name][of], factor, decimals) for name, factor, decimals in columns.values())
+            table.add_row(label, *figures, style=style)
     console.print(table)
-    console.print(f"Median of {options['repeats']} repeats; below it, the least and the most of them.")
+    console.print(f"Median, least and most of {options['repeats']} repeats.")
     console.print(
         f"{FORMULA}; here {_bytes(roofline['weights'])}, {_bytes(roofline['kv_token'])} and "
         f"{roofline['bandwidth'] / 1e9:.1f} GB/s, measured now."
@@ -119,11 +119,6 @@ def show(found: Mapping[str, Any], console: Console) -> None:
 
 def _number(value: float | None, factor: float, decimals: int) -> str:
     return "-" if value is None else f"{value * factor:.{decimals}f}"
-
-
-def _range(figure: Mapping[str, Any], factor: float, decimals: int) -> str:
-    least, most = (_number(figure[end], factor, decimals) for end in ("min", "max"))
-    return "" if least == "-" else f"{least}..{most}"
 
 
 def _bytes(count: int) -> str:
