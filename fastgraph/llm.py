@@ -49,14 +49,14 @@ class Completion:
         return self.text
 
 
-def load_model(name: str | None = None, *, progress: Progress | None = None, **options: Any) -> LLM:
+def load_model(name: str | None = None, /, *, progress: Progress | None = None, **options: Any) -> LLM:
     """Load a model and start an engine for it.
 
     `name` is a folder, a .gguf file or a hub id; None is a small default model. `options` are the fields of
     `EngineConfig`. `progress(phase, fraction)` is told what happens meanwhile. Raises `ConfigError` for an unknown or
     impossible option, `ModelError` for a model that cannot be loaded.
     """
-    known = EngineConfig.__dataclass_fields__
+    known = set(EngineConfig.__dataclass_fields__) - {"model"}
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(f"unknown option {', '.join(unknown)}; known are: {', '.join(sorted(known))}")

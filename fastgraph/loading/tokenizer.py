@@ -165,7 +165,7 @@ def _decoder(tokenizer: Any, folder: Path) -> _Decoder:
                 leading = letter.encode() * start
             case {"type": "ByteFallback"}:
                 byte_fallback = True
-            case {"type": "Fuse"}:
+            case {"type": "Fuse" | None}:
                 pass
             case _:
                 raise ModelError(f"{folder / 'tokenizer.json'} has a decoder that is not supported: {step}")
