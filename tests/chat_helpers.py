@@ -1,0 +1,76 @@
+"""What the tests of the chat share: a model that answers from a list, and a person who interrupts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from fastgraph.engine import Timing
+from fastgraph.llm import Completion
+
+
+class FakeStream:
+    def __init__(self, llm: FakeLLM, pieces: Sequence[str], limit: int, prompt_tokens: int) -> None:
+        self._llm, self._pieces, self._prompt_tokens = llm, pieces, prompt_tokens
+        self._given: list[str] = []
+        self._reason = "stop" if len(pieces) <= limit else "length"
+        self._left = limit
+
+    def abort(self) -> None:
+        self._reason, self._left = "abort", 0
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self._pieces:
+            if not self._left:
+                break
+            self._left -= 1
+            self._given.append(piece)
+            yield piece
+
+    @property
+    def completion(self) -> Completion:
+        text = "".join(self._given)
+        timing = Timing(0.0, 0.5, 1.5)
+        return Completion(text, list(range(len(self._given))), self._reason, None, self._prompt_tokens, 0, timing)  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeLLM:
+    """Answers from a list, a token a word; a conversation is as long as it has words."""
+
+    answers: list[str | Exception]
+    context: int = 1000
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    asked: list[list[dict[str, str]]] = field(default_factory=list)
+    sampled: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: Any = field(default_factory=lambda: SimpleNamespace(name="Fake-1B"))
+
+    @property
+    def limits(self) -> Any:
+        return SimpleNamespace(max_model_len=self.context)
+
+    def render(self, messages: list[dict[str, str]]) -> list[int]:
+        self.asked.append(messages)
+        return list(range(sum(len(message["content"].split()) for message in messages)))
+
+    def stream(self, ids: list[int], **sampling: Any) -> FakeStream:
+        self.sampled.append(sampling)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return FakeStream(self, answer.split(" ") if answer else [], sampling["max_tokens"], len(ids))
+
+
+def interrupt_after(pieces: int) -> Callable[[str], None]:
+    seen: list[str] = []
+
+    def write(piece: str) -> None:
+        seen.append(piece)
+        if len(seen) == pieces:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return write
