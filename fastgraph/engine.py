@@ -136,8 +136,8 @@ class Engine:
         self._thread = threading.Thread(
             target=self._serve, args=(build, depth, ready), name="fastgraph-engine", daemon=True
         )
-        self._thread.start()
         try:
+            self._thread.start()
             self._loop, device = ready.result()
         except BaseException:  # interrupted, perhaps, while the device is being built: the thread is to end then
             ready.cancel()
