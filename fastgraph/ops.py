@@ -106,23 +106,22 @@ def attention(
     scale: float,
     window: int = 0,
     rope: tuple[Tensor, Tensor] | None = None,
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
+    norms: tuple[Norm, Norm] | None = None,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v into the pages, attend causally over everything the row has there.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns [tokens, heads, head_dim].
     `window` > 0 lets a token see only itself and the `window - 1` before it. `rope` is cos and sin as in `rotary`;
-    q_norm and k_norm are norms of each head, before it. Without them q and k are taken as they come.
+    `norms` are those of each head of q and of k, before it. Without them q and k are taken as they come.
     """
     rows = (batch.page_table, batch.lengths, batch.slots, batch.query_start)
     if q.is_cuda:
         cos, sin = rope or (None, None)
-        scales = (q_norm.weight, k_norm.weight, q_norm.eps) if q_norm and k_norm else (None, None, 0.0)
+        scales = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else (None, None, 0.0)
         where = (cache.k, cache.v, *rows, batch.positions, batch.token_slots)
         return cuda.rotate_and_attend(q, k, v, cos, sin, *scales, *where, scale, window)
-    if q_norm and k_norm:
-        q, k = rms_norm(q, q_norm.weight, q_norm.eps), rms_norm(k, k_norm.weight, k_norm.eps)
+    if norms:
+        q, k = (rms_norm(x, norm.weight, norm.eps) for x, norm in zip((q, k), norms, strict=True))
     if rope:
         q, k = rotary(q, *rope), rotary(k, *rope)
     out = torch.empty_like(q)

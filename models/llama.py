@@ -5,8 +5,7 @@ The computation is that of transformers' models/llama/modeling_llama.py (arXiv:2
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from fastgraph import ops
 from fastgraph.errors import ModelError
+from fastgraph.rope import Rope, rope_parameters
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 
@@ -59,7 +59,7 @@ class Config:
         if any(refused.values()):
             found = ", ".join(name for name, present in refused.items() if present)
             raise ModelError(f"models/llama.py cannot run {found}; docs/add-a-model.md shows how to add a model file")
-        rope = _rope_parameters(raw, positions)
+        rope = rope_parameters(raw, positions)
         if rope["rope_type"] in ("dynamic", "yarn"):  # max_position_embeddings may be the length before the stretch
             positions = max(positions, int(rope["trained_positions"] * rope["factor"]))
         window = raw.get("sliding_window", 4096) or 0 if mistral else 0
@@ -67,82 +67,6 @@ class Config:
         sizes = (raw["num_hidden_layers"], raw["hidden_size"], heads, kv_heads, head_dim, raw["intermediate_size"])
         eps, tied = raw.get("rms_norm_eps", 1e-6), bool(raw.get("tie_word_embeddings", False))
         return cls(*sizes, raw["vocab_size"], positions, eps, window, tied, **biased, rope=rope)
-
-
-def _rope_parameters(raw: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """`rope_scaling` and `rope_theta` of transformers 4, or `rope_parameters` of transformers 5, in one form."""
-    given = {k: v for k, v in (raw.get("rope_scaling") or raw.get("rope_parameters") or {}).items() if v is not None}
-    rope: dict[str, Any] = {"rope_theta": raw.get("rope_theta") or 10000.0, "rope_type": given.pop("type", "default")}
-    rope.update(given)
-    needs = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",)}
-    needs["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
-    kind = rope["rope_type"]
-    nested = any(isinstance(value, Mapping) for value in given.values())  # a rope for each layer type
-    if kind not in needs or nested or given.get("partial_rotary_factor", 1) != 1:
-        raise ModelError(f"rope scaling {given or kind!r} is not supported; supported types are {', '.join(needs)}")
-    lacking = [name for name in needs[kind] if name not in rope]
-    if lacking:
-        raise ModelError(f"rope scaling of type {kind} lacks {', '.join(lacking)} in the model's config.json")
-    # A dynamic rope stretches past max_position_embeddings; the others may state what length they were trained for.
-    stated = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    rope["trained_positions"] = positions if kind == "dynamic" else stated or positions
-    return rope
-
-
-def frequencies(rope: Mapping[str, Any], dim: int) -> tuple[list[float], float]:
-    """Radians that a position turns each pair of a head, in float64, and what cos and sin are multiplied with.
-
-    RoPE: arXiv:2104.09864. YaRN: arXiv:2309.00071. Scaling as in transformers' modeling_rope_utils.py: a share of each
-    frequency is kept, the rest is divided by the factor.
-    """
-    theta, kind, trained = rope["rope_theta"], rope["rope_type"], rope["trained_positions"]
-    factor, scale = rope.get("factor", 1.0), 1.0
-    plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
-    kept = [0.0 if kind == "linear" else 1.0] * len(plain)
-    if kind == "llama3":  # by the turns a pair makes over the trained length
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        kept = [(trained * f / (2 * math.pi) - low) / (high - low) for f in plain]
-    if kind == "yarn":  # by the pair's place between those that turn beta_fast and beta_slow times
-        turns = (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
-        first, last = (dim * math.log(trained / (t * 2 * math.pi)) / (2 * math.log(theta)) for t in turns)
-        if rope.get("truncate", True):
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, dim - 1)
-        last += 0.001 if first == last else 0.0
-        kept = [(last - i) / (last - first) for i in range(len(plain))]
-        both = rope.get("mscale") and rope.get("mscale_all_dim")
-        above, below = (rope["mscale"], rope["mscale_all_dim"]) if both else (1.0, 0.0)
-        growth = 0.1 * math.log(max(factor, 1.0))
-        scale = rope.get("attention_factor", (above * growth + 1) / (below * growth + 1))
-    kept = [min(max(share, 0.0), 1.0) for share in kept]
-    return [f * k + f / factor * (1 - k) for f, k in zip(plain, kept, strict=True)], scale
-
-
-class Rope(nn.Module):
-    """cos and sin of each token's rotary angles, always in float32."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.values, self.scale = frequencies(config.rope, config.head_dim)
-        self.frequencies: Tensor  # [head_dim / 2]
-        self.register_buffer("frequencies", torch.tensor(self.values, dtype=torch.float32), persistent=False)
-        self.dynamic = config.rope["rope_type"] == "dynamic"
-        self.factor, self.trained = config.rope.get("factor", 1.0), config.rope["trained_positions"]
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
-        """Follow the model to another device but not to another dtype: bfloat16 angles are useless."""
-        super()._apply(fn, recurse)
-        self.frequencies = torch.tensor(self.values, dtype=torch.float32, device=self.frequencies.device)
-        return self
-
-    def forward(self, positions: Tensor, sequence_lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """positions, sequence_lengths: [tokens] -> cos, sin: [tokens, head_dim / 2]"""
-        angles = positions.float()[:, None] * self.frequencies
-        if self.dynamic:  # NTK: theta grows with the sequence, once that is longer than the trained length
-            stretch = (self.factor * sequence_lengths.float() / self.trained - (self.factor - 1)).clamp(min=1.0)
-            pairs = torch.arange(len(self.frequencies), device=angles.device)
-            angles = angles * stretch[:, None] ** (pairs / (1 - len(self.frequencies)))
-        return angles.cos() * self.scale, angles.sin() * self.scale
 
 
 class RMSNorm(nn.Module):
@@ -195,7 +119,7 @@ class Model(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab, config.hidden)
-        self.rope = Rope(config)
+        self.rope = Rope(config.rope, config.head_dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config)
         self.output = None if config.tied else nn.Linear(config.hidden, config.vocab, bias=False)

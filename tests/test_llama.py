@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from fastgraph import models
 from fastgraph.errors import ModelError
 from fastgraph.models import llama
+from fastgraph.rope import Rope, frequencies
 
 TRAINED = 32  # positions; the sequences below are longer
 PROMPT, ANSWER = 41, 30
@@ -34,6 +35,10 @@ SIZES: dict[str, Any] = {
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+def rope_of(config: llama.Config) -> Rope:
+    return Rope(config.rope, config.head_dim)
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": TRAINED}
@@ -169,7 +174,7 @@ def test_a_window_shorter_than_the_sequence_matters() -> None:
 def test_frequencies_equal_transformers(name: str) -> None:
     config = LlamaConfig(**SIZES | {"hidden_size": 256}, **ROPES[name])
     want, want_scale = ROPE_INIT_FUNCTIONS[ROPES[name]["rope_parameters"]["rope_type"]](copy.deepcopy(config))
-    got, scale = llama.frequencies(llama.Config.from_hf(hf_raw(config)).rope, 64)
+    got, scale = frequencies(llama.Config.from_hf(hf_raw(config)).rope, 64)
     torch.testing.assert_close(torch.tensor(got), want, rtol=1e-6, atol=0)
     assert scale == pytest.approx(want_scale, rel=1e-12)
 
@@ -201,7 +206,7 @@ def test_rope_is_exact_past_8k_positions(kind: str) -> None:
     raw = hf_raw(LlamaConfig(**SIZES | {"max_position_embeddings": 131072}))
     raw["rope_parameters"] = {"rope_type": kind, "rope_theta": 500000.0, **given}
     raw["head_dim"] = 128
-    rope_module = llama.Rope(llama.Config.from_hf(raw))
+    rope_module = rope_of(llama.Config.from_hf(raw))
     assert len(rope_module.values) == 64
     for pair, got in enumerate(rope_module.values):
         assert got == pytest.approx(published_frequency(kind, pair, 128, 500000.0), rel=1e-12)
@@ -219,7 +224,7 @@ def test_rope_is_exact_past_8k_positions(kind: str) -> None:
 def test_dynamic_rope_stretches_only_past_the_trained_length_and_token_by_token() -> None:
     config = llama.Config.from_hf(hf_raw(CONFIGS["rope-dynamic"]))
     plain = llama.Config.from_hf(hf_raw(CONFIGS["rope-default"]) | {"rope_parameters": None, "rope_theta": 10000.0})
-    module, unstretched = llama.Rope(config), llama.Rope(plain)
+    module, unstretched = rope_of(config), rope_of(plain)
     positions = torch.tensor([5, 5, 5, 5, 90])
     lengths = torch.tensor([6, TRAINED, TRAINED + 1, 91, 91])
     cos, _ = module(positions, lengths)
@@ -234,7 +239,7 @@ def test_dynamic_rope_stretches_only_past_the_trained_length_and_token_by_token(
 
 def test_rope_stays_in_float32_whatever_happens_to_the_model() -> None:
     config = llama.Config.from_hf(hf_raw(CONFIGS["rope-llama3"]))
-    want = llama.Rope(config).frequencies
+    want = rope_of(config).frequencies
     default = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
