@@ -14,6 +14,9 @@ from torch.nn import functional as F
 
 from fastgraph.kernels import attention as _attention
 from fastgraph.kernels import cuda
+from fastgraph.rope import Rope, rope_parameters
+
+__all__ = ["Batch", "LayerCache", "Rope", "attention", "linear", "rms_norm", "rope_parameters", "rotary", "silu_mul"]
 
 
 class LayerCache(NamedTuple):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fastgraph import ops
 from fastgraph.errors import ModelError
-from fastgraph.rope import Rope, rope_parameters
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 
@@ -53,7 +52,7 @@ class Config:
             found = ", ".join(name for name, present in refused.items() if present)
             raise ModelError(f"models/qwen3.py cannot run {found}; docs/add-a-model.md shows how to add a model file")
         positions = raw.get("max_position_embeddings") or 32768
-        rope = rope_parameters(raw, positions)
+        rope = ops.rope_parameters(raw, positions)
         if rope["rope_type"] in ("dynamic", "yarn"):  # max_position_embeddings may be the length before the stretch
             positions = max(positions, int(rope["trained_positions"] * rope["factor"]))
         return cls(
@@ -124,7 +123,7 @@ class Model(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab, config.hidden)
-        self.rope = Rope(config.rope, config.head_dim)
+        self.rope = ops.Rope(config.rope, config.head_dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.output = None if config.tied else nn.Linear(config.hidden, config.vocab, bias=False)
