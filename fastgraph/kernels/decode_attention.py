@@ -1,0 +1,293 @@
+"""Attention of one new token a row over its pages, split along the context: norm, rotation and KV write included.
+
+One program of a single warp takes one kv head of one row and a part of its context; the heads that share the kv head
+are the columns of a tensor-core product, so that every key and value is read once (Flash-Decoding, arXiv:2311.01282).
+The programs of a row count themselves; the last one adds up the parts. Where the parts begin and end follows from the
+lengths on the device: a launch, and so a captured graph, depends on the number of rows alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastgraph.kernels.launch import can_overlap, counters, gdc_launch_dependents, gdc_wait, multiprocessors
+from fastgraph.kernels.rotary import angles, norm_and_rotate, partner_of
+
+_STAGES = 3  # of the load pipeline: the page numbers, and then the keys and values, of the blocks ahead
+_MOST_SPLITS = 32
+_BELOW = tl.constexpr(-1.0e30)  # for a score; -inf would make NaN of an empty block
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    scale: float,
+    window: int = 0,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Norm and rotate q and k, write k and v into the pages, attend. Returns [rows, heads, head_dim].
+
+    q: [rows, heads, head_dim]; k, v: [rows, kv_heads, head_dim]: views into one [rows, width] tensor. cos, sin, q_norm,
+    k_norm and eps as in `rotate_and_write`. k_cache, v_cache: [pages, page_size, kv_heads, head_dim]; page_size and
+    head_dim powers of two. Cells that were never written may hold NaN.
+    page_table: [slots, pages_per_slot] int32; lengths: [slots] int32, tokens before this one; slots: [rows] int32.
+    Rows that name slot 0 are padding: they write to page 0. `window` > 0: a token sees itself and the `window - 1`
+    before it. In plain PyTorch: `rotate_reference` on q and k, then `attend_reference`.
+    """
+    rows, heads, head_dim = q.shape
+    kv_heads, page_size = k.shape[1], k_cache.shape[1]
+    group = heads // kv_heads
+    splits = split_count(rows, kv_heads, multiprocessors(q.device))
+    out = q.new_empty(rows, heads, head_dim)
+    parts = q.new_empty((rows, heads, splits, head_dim) if splits > 1 else (1,), dtype=torch.float32)
+    totals = q.new_empty((rows, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
+    overlap = can_overlap(q.device)
+    _decode[(kv_heads, splits, rows)](
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        q_norm,
+        k_norm,
+        k_cache,
+        v_cache,
+        page_table,
+        lengths,
+        slots,
+        out,
+        parts,
+        totals,
+        counters(q.device),
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        page_table.stride(0),
+        eps,
+        scale * math.log2(math.e),
+        window,
+        heads,
+        kv_heads,
+        head_dim,
+        page_size,
+        cos.shape[1] if cos is not None else 0,
+        q_norm is not None,
+        splits,
+        32 if head_dim <= 128 else 16,  # what the registers hold
+        triton.next_power_of_2(group),
+        max(triton.next_power_of_2(group), 8),
+        _STAGES,
+        overlap,
+        num_warps=1,
+        launch_pdl=overlap,
+    )
+    return out
+
+
+def split_count(rows: int, kv_heads: int, multiprocessors: int) -> int:
+    """Parts that a row's context is cut into: a power of two, for about four programs on every multiprocessor."""
+    wanted = 4 * multiprocessors // (rows * kv_heads)
+    return min(1 << max(wanted.bit_length() - 1, 0), _MOST_SPLITS)
+
+
+@triton.jit
+def _fold(q, k, v, seen, most, total, acc, SCALE: tl.constexpr, MASKED: tl.constexpr):
+    """Add a block of tokens to an online softmax (arXiv:1805.02867).
+
+    q [D, G], k [B, D], v [D, B], seen [B]; most, total [G]; acc [D, G]
+    """
+    s = tl.dot(k, q)  # [B, G]
+    if MASKED:
+        s = tl.where(seen[:, None], s, _BELOW)
+    new = tl.maximum(most, tl.max(s, 0) * SCALE)
+    fade = tl.exp2(most - new)
+    p = tl.exp2(s * SCALE - new[None, :])
+    if MASKED:
+        p = tl.where(seen[:, None], p, 0.0)
+    return new, total * fade + tl.sum(p, 0), tl.dot(v, p.to(v.dtype), acc * fade[None, :])
+
+
+@triton.jit
+def _combine(
+    parts,
+    totals,
+    out_ptr,
+    active,
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Weigh the parts of one kv head by their shares of the softmax, and add them up."""
+    STEP: tl.constexpr = 8 if SPLITS > 8 else SPLITS
+    g = tl.arange(0, PADDED)
+    d = tl.arange(0, HEAD_DIM)
+    every = tl.arange(0, SPLITS)
+    maxima = totals + (g[:, None] * SPLITS + every[None, :]) * 2  # [G, splits]
+    most = tl.max(tl.load(maxima, mask=(g < GROUP)[:, None] & (every < active)[None, :], other=_BELOW), 1)
+    total = tl.zeros((PADDED,), tl.float32)
+    acc = tl.zeros((PADDED, HEAD_DIM), tl.float32)
+    for first in range(0, active, STEP):
+        s = first + tl.arange(0, STEP)
+        ok = (g < GROUP)[:, None] & (s < active)[None, :]
+        at = g[:, None] * SPLITS + s[None, :]  # [G, step]
+        share = tl.exp2(tl.load(totals + at * 2, mask=ok, other=_BELOW) - most[:, None])
+        total += tl.sum(share * tl.load(totals + at * 2 + 1, mask=ok, other=0.0), 1)
+        part = tl.load(parts + at[:, :, None] * HEAD_DIM + d[None, None, :], mask=ok[:, :, None], other=0.0)
+        acc += tl.sum(part * share[:, :, None], 1)
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + g[:, None] * HEAD_DIM + d[None, :], out, mask=(g < GROUP)[:, None])
+
+
+@triton.jit
+def _decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    k_cache,
+    v_cache,
+    page_table,
+    lengths,
+    slots,
+    out_ptr,
+    parts,
+    totals,
+    counts,
+    q_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    eps,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    CELL: tl.constexpr = KV_HEADS * HEAD_DIM
+    head = tl.program_id(0)  # the heads of a page lie side by side: programs that run together share DRAM rows
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    n = tl.load(lengths + slot)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(n + 1 - WINDOW, 0) // PAGE * PAGE
+    per = tl.cdiv(tl.cdiv(n - begin, SPLITS), BLOCK) * BLOCK
+    per = tl.maximum(per, BLOCK)
+    active = tl.maximum(tl.cdiv(n - begin, per), 1)
+    if split < active:
+        lo = begin + split * per
+        hi = tl.minimum(lo + per, n)
+        tail = lo + tl.maximum(tl.cdiv(hi - lo, BLOCK) - 1, 0) * BLOCK
+        table = page_table + slot * table_stride
+        d = tl.arange(0, HEAD_DIM)
+        t = tl.arange(0, BLOCK)
+        cell = t % PAGE * CELL + head * HEAD_DIM
+        k_in = k_cache + cell[:, None] + d[None, :]  # [B, D]
+        v_in = v_cache + cell[None, :] + d[:, None]  # [D, B]
+        # The last block, the only one that may be short, is in flight before this step's q and k are waited for.
+        ahead = tail + t < hi
+        page = tl.load(table + tail // PAGE + t // PAGE, mask=ahead, other=0).to(tl.int64)
+        page = page * (PAGE * CELL) + tail % PAGE * CELL
+        seen = ahead
+        if WINDOW:
+            seen &= tail + t > n - WINDOW
+        k = tl.load(k_in + page[:, None], mask=seen[:, None], other=0.0)
+        v = tl.load(v_in + page[None, :], mask=seen[None, :], other=0.0)
+        own = (tl.load(table + n // PAGE).to(tl.int64) * PAGE + n % PAGE) * CELL + head * HEAD_DIM
+        g = tl.arange(0, COLUMNS)
+        g_ok = (g < GROUP)[:, None]
+        if OVERLAP:
+            gdc_wait()
+        q_at = q_ptr + row * q_stride + (head * GROUP + g)[:, None] * HEAD_DIM
+        k_at = k_ptr + row * k_stride + head * HEAD_DIM
+        q = tl.load(q_at + d[None, :], mask=g_ok, other=0.0)  # [G, D]
+        k_new = tl.load(k_at + d)[None, :]
+        v_new = tl.load(v_ptr + row * v_stride + head * HEAD_DIM + d)
+        if HALF:
+            other = partner_of(d, HALF)
+            q_other = tl.load(q_at + other[None, :], mask=g_ok, other=0.0)
+            k_other = tl.load(k_at + other)[None, :]
+            cos, sin = angles(cos_ptr, sin_ptr, row * HALF, d, (d < HEAD_DIM)[None, :], HALF)
+            q = norm_and_rotate(q, q_other, q_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF, NORM)
+            k_new = norm_and_rotate(k_new, k_other, k_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF, NORM)
+        s_new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * SCALE  # [G]
+        if split == active - 1:
+            tl.store(k_cache + own + d[None, :], k_new)
+            tl.store(v_cache + own + d, v_new)
+        q = tl.trans(q)  # [D, G]
+        most = tl.full((COLUMNS,), _BELOW, tl.float32)
+        total = tl.zeros((COLUMNS,), tl.float32)
+        acc = tl.zeros((HEAD_DIM, COLUMNS), tl.float32)
+        most, total, acc = _fold(q, k, v, seen, most, total, acc, SCALE, True)
+        for first in tl.range(lo, tail, BLOCK, num_stages=STAGES):
+            page = tl.load(table + first // PAGE + t // PAGE).to(tl.int64)
+            page = page * (PAGE * CELL) + first % PAGE * CELL
+            k = tl.load(k_in + page[:, None])
+            v = tl.load(v_in + page[None, :])
+            if WINDOW:
+                most, total, acc = _fold(q, k, v, first + t > n - WINDOW, most, total, acc, SCALE, True)
+            else:
+                most, total, acc = _fold(q, k, v, seen, most, total, acc, SCALE, False)
+        if split == active - 1:
+            new = tl.maximum(most, s_new)
+            fade = tl.exp2(most - new)
+            p_new = tl.exp2(s_new - new)
+            total = total * fade + p_new
+            acc = acc * fade[None, :] + v_new.to(tl.float32)[:, None] * p_new[None, :]
+            most = new
+        first_head = row * HEADS + head * GROUP
+        if active == 1:
+            out_at = (first_head + g)[None, :] * HEAD_DIM + d[:, None]
+            tl.store(out_ptr + out_at, (acc / total[None, :]).to(out_ptr.dtype.element_ty), mask=(g < GROUP)[None, :])
+        elif SPLITS > 1:
+            part_at = (first_head + g) * SPLITS + split
+            tl.store(parts + part_at[None, :] * HEAD_DIM + d[:, None], acc, mask=(g < GROUP)[None, :])
+            tl.store(totals + part_at * 2, most, mask=g < GROUP)
+            tl.store(totals + part_at * 2 + 1, total, mask=g < GROUP)
+            tl.debug_barrier()  # every thread's part is written before one of them counts
+            count = counts + row * KV_HEADS + head
+            if tl.atomic_add(count, 1, sem="acq_rel") == active - 1:
+                tl.store(count, 0)
+                _combine(
+                    parts + first_head * SPLITS * HEAD_DIM,
+                    totals + first_head * SPLITS * 2,
+                    out_ptr + first_head * HEAD_DIM,
+                    active,
+                    SPLITS,
+                    GROUP,
+                    PADDED,
+                    HEAD_DIM,
+                )

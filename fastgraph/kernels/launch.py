@@ -1,0 +1,49 @@
+"""What launching a Triton kernel needs to know, and the few device functions that the kernels share.
+
+Kernels of a decode step overlap by programmatic dependent launch (Hopper and later): each lets the next one start as
+soon as all its own programs have, and waits for the one before it where it first reads what that one wrote. What no
+kernel of the step writes (weights, lengths, page tables, older keys and values) is read before the wait. Every program
+that writes must have waited; then whatever came earlier has ended too. The first kernel of a step is launched
+plainly, so no step reaches into the one before it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+__all__ = ["can_overlap", "counters", "gdc_launch_dependents", "gdc_wait", "multiprocessors", "prefetch"]
+
+
+@cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch. Nor has Triton's interpreter, which runs on the CPU."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side at least; one for Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """[65536] int32 zeros, in which programs of one kernel count which of them is the last. It sets them back to zero.
+
+    Kept for good, because a captured graph goes on using them; kernels that use them run one after the other.
+    """
+    return torch.zeros(65536, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def prefetch(pointers):
+    """Have the lines at `pointers` read into the L2 cache; nobody waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -1,0 +1,321 @@
+"""Linear layers of a decode step: each weight is read once, near the speed of memory, with the norm before it and the
+SwiGLU or the residual after it folded in.
+
+One row: a matrix-vector kernel whose programs hold whole rows of the weight in registers, loaded before they wait for
+their input. A few rows: a tensor-core product whose tiles are as narrow as the batch. Many: cuBLAS.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastgraph.kernels.launch import can_overlap, counters, gdc_launch_dependents, gdc_wait, multiprocessors, prefetch
+from fastgraph.kernels.norm import rms_norm, rms_norm_reference, silu_mul, silu_mul_reference
+
+_SMALL = 1 << 24  # weights; how many decides between the plans, as measured on an H200 for models of 0.6B to 8B
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x @ weight.T + bias, of the RMS-normed x if `norm` is given; then silu(gate) * up if `gated`; then + residual.
+
+    x: [rows, k] contiguous; weight: [n, k], or [2 * n, k] if gated, gate first; bias: as many as the weight has rows;
+    norm: [k], with `eps`; residual: [rows, n]. Returns a new [rows, n].
+    """
+    rows, k = x.shape
+    n = weight.shape[0] // (2 if gated else 1)
+    if rows == 1 or (rows == 2 and k <= 4096):
+        return _vector(x, weight, bias, norm, eps, gated, residual, vector_plan(n, k, gated))
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    if rows <= most_tiled_rows(n, k, gated) and k % 8 == 0 and can_overlap(x.device):
+        return _tiled(x, weight, bias, gated, residual, tile_plan(rows, n, k, gated, multiprocessors(x.device)))
+    if residual is not None and bias is None and not gated:
+        return torch.addmm(residual, x, weight.t())
+    y = F.linear(x, weight, bias)
+    y = silu_mul(y) if gated else y
+    return y if residual is None else residual + y
+
+
+def linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The same in plain PyTorch."""
+    y = F.linear(x if norm is None else rms_norm_reference(x, norm, eps), weight, bias)
+    y = silu_mul_reference(y) if gated else y
+    return y if residual is None else residual + y
+
+
+class VectorPlan(NamedTuple):
+    """How the matrix-vector kernel cuts a weight."""
+
+    block: int  # outputs of a program
+    warps: int
+
+
+def vector_plan(n: int, k: int, gated: bool) -> VectorPlan:
+    """Large weights are read with 256 bytes a thread; small ones with 128, so that every multiprocessor has a share."""
+    width, rows = triton.next_power_of_2(k), 2 if gated else 1
+    small = n * rows * k < _SMALL // 2
+    warps = min(max(width // (512 if small else 256), 2), 8)
+    block = (128 if small else 256) * 32 * warps // (2 * width * rows)
+    return VectorPlan(max(block, 1), warps)
+
+
+def _vector(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    gated: bool,
+    residual: Tensor | None,
+    plan: VectorPlan,
+) -> Tensor:
+    rows, k = x.shape
+    n = weight.shape[0] // (2 if gated else 1)
+    y = x.new_empty(rows, n)
+    overlap = can_overlap(x.device)
+    _vector_kernel[(triton.cdiv(n, plan.block),)](
+        x,
+        norm,
+        weight,
+        bias,
+        residual,
+        y,
+        eps,
+        n,
+        k,
+        rows,
+        plan.block,
+        triton.next_power_of_2(k),
+        norm is not None,
+        gated,
+        bias is not None,
+        residual is not None,
+        overlap,
+        num_warps=plan.warps,
+        launch_pdl=overlap,
+    )
+    return y
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr,
+    norm_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    eps,
+    N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+    HALVES: tl.constexpr = 2 if GATED else 1
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    r = tl.arange(0, HALVES * BLOCK)  # the program's rows of the weight: those of the gate, then those of up
+    row = tl.program_id(0) * BLOCK + r % BLOCK
+    at = (row + r // BLOCK * N).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    in_k = k < K
+    w = tl.load(weight_ptr + at[:, None] * K + k[None, :], mask=(row < N)[:, None] & in_k[None, :], other=0.0)
+    if NORM:
+        g = tl.load(norm_ptr + k, mask=in_k, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_wait()
+    for m in tl.static_range(ROWS):
+        x = tl.load(x_ptr + m * K + k, mask=in_k, other=0.0).to(tl.float32)
+        if NORM:
+            # The length of x is known only at the end, with the product: one reduction instead of two in a row.
+            squares = tl.broadcast_to((x * x)[None, :], (HALVES * BLOCK, BLOCK_K))
+            y, square = tl.reduce((w.to(tl.float32) * (x * g)[None, :], squares), 1, _add_pairs)
+            y *= tl.rsqrt(square / K + eps)
+        else:
+            y = tl.sum(w.to(tl.float32) * x[None, :], 1)
+        if BIAS:
+            y += tl.load(bias_ptr + at, mask=row < N, other=0.0).to(tl.float32)
+        if GATED:
+            gate, up = tl.split(tl.trans(tl.reshape(y, (2, BLOCK))))
+            y = gate * tl.sigmoid(gate) * up
+        if ADDS:
+            y += tl.load(residual_ptr + m * N + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+
+
+class TilePlan(NamedTuple):
+    """How the tensor-core kernel cuts a product."""
+
+    rows: int  # rows of x in a tile
+    outputs: int
+    depth: int  # of the inputs, a step
+    splits: int  # programs that share a tile, each with a part of the inputs
+    warps: int
+    stages: int
+
+
+def most_tiled_rows(n: int, k: int, gated: bool) -> int:
+    """Up to how many rows the tensor-core kernel beats cuBLAS, which would need a second kernel for a gated layer."""
+    return 256 if gated else 128 if n * k <= _SMALL else 64
+
+
+def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int) -> TilePlan:
+    """Tiles of 64 outputs. The inputs are split where there are few tiles and much to read for each."""
+    height = max(triton.next_power_of_2(rows), 16)
+    if height > 64 and n * k * (2 if gated else 1) <= _SMALL:
+        height //= 2
+    outputs, depth = 64, 128 if height <= 64 else 64
+    tiles, splits = triton.cdiv(rows, height) * triton.cdiv(n, outputs), 1
+    while not gated and splits < 8:
+        wave = 2 * tiles * splits / multiprocessors
+        if not ((wave <= 0.5 and k >= 1024 * splits) or (wave <= 1 and k >= 4096 * splits)):
+            break
+        splits *= 2
+    stage = 2 * depth * (height + outputs * (2 if gated else 1))  # bytes
+    return TilePlan(height, outputs, depth, splits, 8 if height > 128 else 4, min(200_000 // stage, 5))
+
+
+def _tiled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, residual: Tensor | None, plan: TilePlan
+) -> Tensor:
+    rows, k = x.shape
+    n = weight.shape[0] // (2 if gated else 1)
+    y = x.new_empty(rows, n)
+    grid = (triton.cdiv(rows, plan.rows), triton.cdiv(n, plan.outputs), plan.splits)
+    tiles = grid[0] * grid[1]
+    parts = x.new_empty(tiles * plan.splits * plan.rows * plan.outputs if plan.splits > 1 else 1, dtype=torch.float32)
+    overlap = can_overlap(x.device)
+    _tiled_kernel[grid](
+        TensorDescriptor.from_tensor(x, [plan.rows, plan.depth]),
+        TensorDescriptor.from_tensor(weight, [plan.outputs, plan.depth]),
+        weight,
+        bias,
+        residual,
+        y,
+        parts,
+        counters(x.device),
+        rows,
+        n,
+        k,
+        plan.rows,
+        plan.outputs,
+        plan.depth,
+        plan.splits,
+        plan.stages,
+        gated,
+        bias is not None,
+        residual is not None,
+        overlap,
+        num_warps=plan.warps,
+        launch_pdl=overlap,
+    )
+    return y
+
+
+@triton.jit
+def _tiled_kernel(
+    x_tiles,
+    weight_tiles,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    parts,
+    counts,
+    M,
+    N,
+    K,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+    m0 = tl.program_id(0) * ROWS
+    n0 = tl.program_id(1) * OUTPUTS
+    n = n0 + tl.arange(0, OUTPUTS)
+    per = tl.cdiv(tl.cdiv(K, DEPTH), SPLITS) * DEPTH
+    lo = tl.program_id(2) * per
+    hi = tl.minimum(lo + per, K)
+    if OVERLAP:
+        ahead = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + lo + tl.arange(0, 4)[None, :] * 64
+        prefetch(ahead)
+        if GATED:
+            prefetch(ahead + N.to(tl.int64) * K)
+        gdc_wait()
+    # The weight's rows are the product's rows, so that few rows of x make a narrow tile and waste nothing.
+    y = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for k in tl.range(lo, hi, DEPTH, num_stages=STAGES):
+        x = x_tiles.load([m0, k]).T
+        y = tl.dot(weight_tiles.load([n0, k]), x, y)
+        if GATED:
+            up = tl.dot(weight_tiles.load([N + n0, k]), x, up)
+    last = True
+    if SPLITS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        cell = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        part = parts + tile * SPLITS * (OUTPUTS * ROWS) + cell
+        tl.store(part + tl.program_id(2) * (OUTPUTS * ROWS), y)
+        tl.debug_barrier()  # every thread's part is written before one of them counts
+        last = tl.atomic_add(counts + tile, 1, sem="acq_rel") == SPLITS - 1
+        if last:
+            tl.store(counts + tile, 0)
+            y = tl.zeros((OUTPUTS, ROWS), tl.float32)
+            for s in tl.static_range(SPLITS):  # always in this order, whoever came last
+                y += tl.load(part + s * (OUTPUTS * ROWS))
+    if last:
+        in_n = (n < N)[:, None]
+        if BIAS:
+            y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            if BIAS:
+                up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+            y = y * tl.sigmoid(y) * up
+        m = m0 + tl.arange(0, ROWS)
+        at = m.to(tl.int64)[None, :] * N + n[:, None]
+        ok = in_n & (m < M)[None, :]
+        if ADDS:
+            y += tl.load(residual_ptr + at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=ok)

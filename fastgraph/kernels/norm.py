@@ -1,0 +1,92 @@
+"""RMSNorm, with the residual addition before it, and SwiGLU's activation: one pass over memory each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastgraph.kernels.launch import can_overlap, gdc_launch_dependents, gdc_wait
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """Root-mean-square norm (arXiv:1910.07467) of x, or of x + residual, which then becomes the new residual.
+
+    x, residual: [rows, width] contiguous, residual changed in place; weight: [width]. Returns [rows, width]. Computed
+    in float32, rounded before the weight is applied as in Hugging Face's LlamaRMSNorm.
+    """
+    rows, width = x.shape
+    y = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    overlap = can_overlap(x.device)
+    warps = min(max(block // 512, 1), 16)
+    adds = residual is not None
+    _rms_norm[(rows,)](x, residual, weight, y, eps, width, block, adds, overlap, num_warps=warps, launch_pdl=overlap)
+    return y
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """The same in plain PyTorch."""
+    if residual is not None:
+        x = residual.add_(x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    eps,
+    width,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    weight = tl.load(weight_ptr + i, mask=inside, other=0.0)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * width + i
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    if ADDS:
+        x += tl.load(residual_ptr + at, mask=inside, other=0.0)
+        tl.store(residual_ptr + at, x, mask=inside)
+    wide = x.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide) / width + eps)
+    tl.store(y_ptr + at, wide.to(x.dtype) * weight, mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (arXiv:2002.05202). gate_up: [rows, 2 * width] contiguous, gate first. Returns [rows, width]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    y = gate_up.new_empty(rows, width)
+    overlap = can_overlap(gate_up.device)
+    grid = (rows, triton.cdiv(width, 1024))
+    _silu_mul[grid](gate_up, y, width, 1024, overlap, num_warps=4, launch_pdl=overlap)
+    return y
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """The same in plain PyTorch."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@triton.jit
+def _silu_mul(x_ptr, y_ptr, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    gate = tl.load(x_ptr + row * 2 * width + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * width + width + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * width + i, gate * tl.sigmoid(gate) * up, mask=inside)

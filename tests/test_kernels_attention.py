@@ -1,0 +1,169 @@
+"""The attention kernels against a brute-force float64 computation, over pages whose unwritten cells are NaN."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from kernel_helpers import DEVICE, HAS_GPU, TOLERANCE, Paged, error, gpu, load, randn
+from torch import Tensor
+
+decode, prefill, rotary, launch = load("decode_attention", "prefill_attention", "rotary", "launch")
+EPS = 1e-6
+# heads, kv_heads, head_dim, elements that rotate, norm of each head, window, page_size
+KINDS = [
+    (4, 2, 32, 32, True, 0, 16),
+    (6, 2, 16, 8, False, 0, 8),
+    (4, 1, 32, 32, False, 20, 16),
+    (2, 2, 16, 0, False, 40, 64),
+    (9, 3, 64, 64, False, 0, 16),
+]
+REAL = [(16, 8, 128, 128, True, 0, 16), (32, 8, 64, 64, False, 0, 16), (32, 8, 128, 128, False, 300, 16)]
+REAL += [(4, 1, 256, 256, True, 512, 16), (9, 3, 64, 64, False, 0, 32)]
+
+
+def inputs(tokens: int, kind: tuple) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """q, k, v as views of one tensor; cos, sin; q_norm, k_norm."""
+    heads, kv_heads, dim, turns, normed, *_ = kind
+    qkv = randn(tokens, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
+    angles = torch.rand(tokens, turns // 2, device=DEVICE) * 6
+    turn = (angles.cos(), angles.sin()) if turns else (None, None)
+    return qkv, turn, (1 + randn(dim, scale=0.1), 1 + randn(dim, scale=0.1)) if normed else (None, None)
+
+
+def turned(x: Tensor, turn: tuple[Tensor | None, ...], norm: Tensor | None) -> Tensor:
+    cos, sin = turn
+    if cos is None or sin is None:
+        return x.double()
+    return rotary.rotate_reference(x.double(), cos.double(), sin.double(), None if norm is None else norm.double(), EPS)
+
+
+def check_decode(past: list[int], kind: tuple) -> None:
+    """Output and pages after one step; nothing but the new cells changes."""
+    _, kv_heads, dim, _, _, window, page_size = kind
+    paged = Paged.of(past, max(past) + 1, kv_heads, dim, page_size)
+    (q, k, v), turn, (q_norm, k_norm) = inputs(len(past), kind)
+    before = paged.k_cache.clone(), paged.v_cache.clone()
+    scale = dim**-0.5
+    pages = (paged.k_cache, paged.v_cache, paged.page_table, paged.lengths, paged.slots)
+    out = decode.decode_attention(q, k, v, *turn, *pages, scale, window, q_norm, k_norm, EPS)
+    q_wide, k_wide = turned(q, turn, q_norm), turned(k, turn, k_norm)
+    for row, length in enumerate(past):
+        cell = paged.cells(row, length, length + 1)
+        assert error(paged.k_cache[cell][0], k_wide[row]) < TOLERANCE
+        assert torch.equal(paged.v_cache[cell][0], v[row])
+        for cache, old in zip(pages, before, strict=False):
+            old[cell] = cache[cell]
+        assert error(out[row], paged.attention(q_wide[row], row, length, scale, window)) < TOLERANCE
+    for cache, old in zip(pages, before, strict=False):
+        assert torch.equal(cache.nan_to_num(9.0), old.nan_to_num(9.0))
+    assert not launch.counters(DEVICE).any()  # ready for the next launch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("splits", [1, 4, 16])
+def test_decode_norms_rotates_writes_and_attends(kind: tuple, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "split_count", lambda *_: splits)
+    check_decode([0, 37, 100, 15, 64], kind)
+
+
+def test_padding_rows_write_to_page_zero_alone_and_change_no_other_row() -> None:
+    kind = (4, 2, 32, 32, False, 0, 16)
+    paged = Paged.of([20, 33], 40, 2, 32, 16)
+    (q, k, v), turn, _ = inputs(6, kind)
+    live, padded = paged.slots, torch.cat([paged.slots, torch.zeros(4, dtype=torch.int32, device=DEVICE)])
+    caches = [c.clone() for c in (paged.k_cache, paged.v_cache)]
+    alone = decode.decode_attention(
+        q[:2], k[:2], v[:2], *(t[:2] for t in turn), *caches, paged.page_table, paged.lengths, live, 0.2
+    )
+    pages = (paged.k_cache, paged.v_cache, paged.page_table, paged.lengths)
+    out = decode.decode_attention(q, k, v, *turn, *pages, padded, 0.2)
+    assert error(out[:2], alone) < TOLERANCE
+    for cache, expected in zip(pages, caches, strict=False):
+        assert torch.equal(cache[1:].nan_to_num(9.0), expected[1:].nan_to_num(9.0))
+
+
+def test_the_parts_of_a_row_fill_the_machine_and_no_more() -> None:
+    for rows in range(1, 300):
+        splits = decode.split_count(rows, 8, 132)
+        assert splits & (splits - 1) == 0
+        assert 1 <= splits <= 32
+        assert splits == 1 or rows * 8 * splits <= 4 * 132
+    assert decode.split_count(256, 8, 132) == 1
+    assert decode.split_count(1, 8, 132) == 32
+
+
+def check_prefill(past: list[int], counts: list[int], kind: tuple) -> None:
+    """Rotation, KV write and attention of ragged chunks."""
+    _, kv_heads, dim, _, _, window, page_size = kind
+    paged = Paged.of(past, max(p + c for p, c in zip(past, counts, strict=True)) + 1, kv_heads, dim, page_size)
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    (q, k, v), turn, (q_norm, k_norm) = inputs(starts[-1], kind)
+    row_of = [row for row, count in enumerate(counts) for _ in range(count)]
+    place = [past[row] + i for row, count in enumerate(counts) for i in range(count)]
+    positions = torch.tensor(place, dtype=torch.int32, device=DEVICE)
+    token_slots = paged.slots[torch.tensor(row_of, device=DEVICE)]
+    caches = (paged.k_cache, paged.v_cache, paged.page_table)
+    turned_q = rotary.rotate_and_write(q, k, v, *turn, *caches, positions, token_slots, q_norm, k_norm, EPS)
+    query_start = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    out = prefill.prefill_attention(turned_q, *caches, paged.lengths, paged.slots, query_start, dim**-0.5, window)
+    q_wide, k_wide = turned(q, turn, q_norm), turned(k, turn, k_norm)
+    picked = range(starts[-1]) if not HAS_GPU else random.Random(0).sample(range(starts[-1]), min(starts[-1], 150))
+    for token in {*picked, starts[-1] - 1}:
+        row, position = row_of[token], place[token]
+        cell = paged.cells(row, position, position + 1)
+        assert error(paged.k_cache[cell][0], k_wide[token]) < TOLERANCE
+        assert torch.equal(paged.v_cache[cell][0], v[token])
+        assert error(out[token], paged.attention(q_wide[token], row, position, dim**-0.5, window)) < TOLERANCE
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_of_ragged_chunks_with_and_without_history(kind: tuple) -> None:
+    check_prefill([0, 37, 100, 15, 3], [9, 80, 5, 1, 0], kind)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("kind", REAL)
+def test_decode_of_real_shapes_at_every_kind_of_batch(kind: tuple) -> None:
+    draw = random.Random(1)
+    for rows in (1, 2, 7, 33, 256):
+        check_decode([0, 1, 31, 32, 33][:rows] + [draw.randrange(1500) for _ in range(rows - 5)], kind)
+    check_decode([20_000], kind)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("kind", REAL)
+def test_prefill_of_real_shapes(kind: tuple) -> None:
+    check_prefill([0], [3000], kind)
+    check_prefill([0, 500, 4000, 17, 0, 0, 64], [700, 33, 1, 256, 0, 128, 2000], kind)
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_captured_decode_follows_lengths_and_pages_that_change_on_the_device() -> None:
+    kind = (16, 8, 128, 128, True, 0, 16)
+    past = [5, 600, 63, 1200]
+    paged = Paged.of(past, 1300, 8, 128, 16)
+    (q, k, v), turn, (q_norm, k_norm) = inputs(4, kind)
+    pages = (paged.k_cache, paged.v_cache, paged.page_table, paged.lengths, paged.slots)
+
+    def run() -> Tensor:
+        return decode.decode_attention(q, k, v, *turn, *pages, math.sqrt(1 / 128), 0, q_norm, k_norm, EPS)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for step in range(40):
+        q.copy_(randn(*q.shape))
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, run())
+        if step == 20:
+            paged.slots.copy_(paged.slots.flip(0))
+        paged.lengths[paged.slots.long()] += 1
