@@ -38,6 +38,9 @@ def test_a_linear_with_everything_folded_in_equals_the_separate_steps(flags: tup
         assert error(out, answer) < TOLERANCE
         assert out.dtype == DTYPE
         assert all(t is None or torch.equal(t, old) for t, old in zip((*args[:4], residual), before, strict=True))
+        if residual is not None:
+            assert linears.linear(*args, gated, residual, residual) is residual
+            assert error(residual, answer) < TOLERANCE
 
 
 @pytest.mark.parametrize(("biased", "gated", "added"), list(product((False, True), repeat=3)))
@@ -46,7 +49,7 @@ def test_tiles_and_splits_of_the_inputs_add_up_to_the_whole(biased: bool, gated:
     for rows, splits in product((3, 20), (1,) if gated else (1, 2, 4)):
         args, _, residual, answer = problem(rows, n, k, (biased, False, gated, added))
         plan = linears.TilePlan(16, 64 if HAS_GPU else 16, 32, splits, 4, 3)
-        out = linears._tiled(*args[:3], gated, residual, plan)
+        out = linears._tiled(*args[:3], gated, residual, None, plan)
         assert error(out, answer) < TOLERANCE
     assert not launch.counters(DEVICE).any()  # ready for the next launch
 

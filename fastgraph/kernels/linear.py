@@ -30,25 +30,29 @@ def linear(
     eps: float = 0.0,
     gated: bool = False,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x @ weight.T + bias, of the RMS-normed x if `norm` is given; then silu(gate) * up if `gated`; then + residual.
 
     x: [rows, k] contiguous; weight: [n, k], or [2 * n, k] if gated, gate first; bias: as many as the weight has rows;
-    norm: [k], with `eps`; residual: [rows, n]. Returns a new [rows, n].
+    norm: [k], with `eps`; residual: [rows, n]. Returns [rows, n], in `out` if given, which may be the residual itself.
     """
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
     if rows == 1 or (rows == 2 and k <= 4096):
-        return _vector(x, weight, bias, norm, eps, gated, residual, vector_plan(n, k, gated))
+        return _vector(x, weight, bias, norm, eps, gated, residual, out, vector_plan(n, k, gated))
     if norm is not None:
         x = rms_norm(x, norm, eps)
     if rows <= most_tiled_rows(n, k, gated) and k % 8 == 0 and can_overlap(x.device):
-        return _tiled(x, weight, bias, gated, residual, tile_plan(rows, n, k, gated, multiprocessors(x.device)))
+        plan = tile_plan(rows, n, k, gated, multiprocessors(x.device))
+        return _tiled(x, weight, bias, gated, residual, out, plan)
     if residual is not None and bias is None and not gated:
-        return torch.addmm(residual, x, weight.t())
+        # Into the residual itself, cuBLAS adds without a copy.
+        return residual.addmm_(x, weight.t()) if out is residual else torch.addmm(residual, x, weight.t(), out=out)
     y = F.linear(x, weight, bias)
     y = silu_mul(y) if gated else y
-    return y if residual is None else residual + y
+    y = y if residual is None else residual + y
+    return y if out is None else out.copy_(y)
 
 
 def linear_reference(
@@ -90,11 +94,12 @@ def _vector(
     eps: float,
     gated: bool,
     residual: Tensor | None,
+    out: Tensor | None,
     plan: VectorPlan,
 ) -> Tensor:
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
-    y = x.new_empty(rows, n)
+    y = x.new_empty(rows, n) if out is None else out
     overlap = can_overlap(x.device)
     _vector_kernel[(triton.cdiv(n, plan.block),)](
         x,
@@ -211,11 +216,17 @@ def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int) -> T
 
 
 def _tiled(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, residual: Tensor | None, plan: TilePlan
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool,
+    residual: Tensor | None,
+    out: Tensor | None,
+    plan: TilePlan,
 ) -> Tensor:
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
-    y = x.new_empty(rows, n)
+    y = x.new_empty(rows, n) if out is None else out
     grid = (triton.cdiv(rows, plan.rows), triton.cdiv(n, plan.outputs), plan.splits)
     tiles = grid[0] * grid[1]
     parts = x.new_empty(tiles * plan.splits * plan.rows * plan.outputs if plan.splits > 1 else 1, dtype=torch.float32)

@@ -34,7 +34,8 @@ def rotate_and_write(
     head_dim a power of two. cos, sin: [tokens, rotary_dim / 2] float32 (arXiv:2104.09864, pairs
     (i, i + rotary_dim / 2)), or None where q and k come rotated: then only the pages are written. q_norm, k_norm:
     [head_dim], RMSNorm of each head as in Qwen3, or None. k_cache, v_cache: [pages, page_size, kv_heads, head_dim];
-    page_table: [slots, pages_per_slot] int32; positions, token_slots: [tokens] int32. Returns [tokens, heads, head_dim].
+    page_table: [slots, pages_per_slot] int32; positions, token_slots: [tokens] int32.
+    Returns [tokens, heads, head_dim].
     """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
