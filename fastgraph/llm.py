@@ -225,7 +225,8 @@ class LLM:
 
     def _all_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of each prompt. Texts are tokenised together, which is faster."""
-        if not all(_is_prompt(prompt) for prompt in prompts):
+        # An empty list of ids is a prompt where it cannot be an empty list of prompts.
+        if not isinstance(prompts, Sequence) or not all(_is_prompt(prompt) or prompt == [] for prompt in prompts):
             raise RequestError("a prompt is a text or a list of token ids; `chat` and `stream` take messages")
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self._text_tokenizer.encode_batch(texts) if texts else ())
@@ -328,8 +329,8 @@ class Stream:
 
 
 def _is_prompt(value: object) -> bool:
-    if isinstance(value, str):
-        return True
+    if isinstance(value, (str, bytes)):
+        return isinstance(value, str)
     return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(i, (int, np.integer)) for i in value)
 
 

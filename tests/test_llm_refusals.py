@@ -1,0 +1,135 @@
+"""What the Python API refuses, in plain words and without harm to anything else; on a tiny random model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loading_helpers import train_sentencepiece, write_llama
+
+import fastgraph
+from fastgraph.errors import ConfigError, EngineDied, ModelError, RequestError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """GGUF files of a tiny random Llama whose tokenizer puts BOS before a text; one with a template that does so."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = train_sentencepiece(folder)
+    template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    add_bos = {"tokenizer.ggml.add_bos_token": True}
+    write_llama(folder / "plain.gguf", model, metadata=add_bos)
+    write_llama(folder / "chat.gguf", model, metadata={**add_bos, "tokenizer.chat_template": template})
+    return {name: folder / f"{name}.gguf" for name in ("plain", "chat")}
+
+
+@pytest.fixture(scope="module")
+def load_tiny(
+    tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., fastgraph.LLM]]:
+    options = {"dtype": "float32", "compile": "off", "device": "cpu", "max_model_len": 64, "max_decode_bs": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTGRAPH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield lambda name, **more: fastgraph.load_model(str(tiny[name]), **options, **more)
+
+
+@pytest.fixture(scope="module")
+def llm(load_tiny: Callable[..., fastgraph.LLM]) -> Iterator[fastgraph.LLM]:
+    with load_tiny("plain") as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("x", {"temprature": 1}, "unknown sampling parameter temprature; known are: .*temperature"),
+        ("x", {"temperature": -1}, "temperature must be a number from 0, not -1"),
+        ("x", {"max_tokens": 0}, "max_tokens must be a whole number of 1 or more, not 0"),
+        ("x", {"max_tokens": 64}, "max_model_len is 64"),
+        ([5] * 64, {}, "the prompt has 64 tokens; with max_model_len 64 it may have 63 at most"),
+        ("kalo " * 100, {}, r"the prompt has \d\d\d tokens; with max_model_len 64"),
+        ([5, 600], {}, "prompt token 600 is not in the vocabulary of 600 tokens"),
+        ([-1], {}, "prompt token -1 is not in the vocabulary"),
+        ("x", {"stop_token_ids": [600]}, "stop_token_ids 600 is not in the vocabulary"),
+        ("x", {"logit_bias": {600: 1.0}}, "logit_bias 600 is not in the vocabulary"),
+        ("x", {"stop": ""}, "stop strings must be non-empty text"),
+        ("x", {"top_logprobs": 2}, "top_logprobs needs logprobs=True"),
+        (b"bytes", {}, "a prompt is a text or a list of token ids"),
+        (["a", None], {}, "a prompt is a text or a list of token ids"),
+        ([1.5], {}, "a prompt is a text or a list of token ids"),
+        (7, {}, "a prompt is a text or a list of token ids"),
+        ([{"role": "user", "content": "x"}], {}, "`chat` and `stream` take messages"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_plain_words(
+    llm: fastgraph.LLM, prompt: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompt, **options)
+
+
+def test_a_refused_prompt_leaves_nothing_behind_and_a_stream_is_one_answer(llm: fastgraph.LLM) -> None:
+    with pytest.raises(RequestError, match="the prompt has 64 tokens"):
+        llm.generate(["fine", [5] * 64], max_tokens=40)
+    with pytest.raises(RequestError, match="n must be 1"):
+        llm.stream("x", n=2)
+    stats = llm.stats()
+    while stats["running"] or stats["waiting"]:
+        stats = llm.stats()
+    assert stats["pages_free"] == stats["pages_total"]
+
+
+def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option max_len; known are: .*max_model_len"):
+        fastgraph.load_model(max_len=5)
+    with pytest.raises(ConfigError, match="dtype must be one of"):
+        fastgraph.load_model(dtype="int3")
+    with pytest.raises(ConfigError, match="kv_pages must be a positive whole number"):
+        fastgraph.load_model(kv_pages=0)
+    with pytest.raises(ModelError, match="there is no folder or file"):
+        fastgraph.load_model("./nowhere.gguf")
+
+
+def test_a_chat_templates_bos_is_the_only_one(load_tiny: Callable[..., fastgraph.LLM]) -> None:
+    with load_tiny("chat") as llm:
+        bos = llm.tokenizer.bos_id
+        assert llm.tokenizer.encode("kalo").count(bos) == 1  # which a text without a template does need
+        rendered = llm.render([{"role": "user", "content": "kalo"}])
+        assert rendered[0] == bos
+        assert rendered.count(bos) == 1
+        assert llm.chat([{"role": "user", "content": "kalo"}], max_tokens=2).prompt_tokens == len(rendered)
+
+
+def test_without_a_chat_template_the_error_names_the_option(load_tiny: Callable[..., fastgraph.LLM]) -> None:
+    with load_tiny("plain") as llm:
+        with pytest.raises(RequestError, match=r"has no chat template.*--chat-template"):
+            llm.chat([{"role": "user", "content": "kalo"}])
+        assert len(llm.generate("kalo", max_tokens=2).token_ids) <= 2
+    with load_tiny("plain", chat_template="{{ messages[0].content }}") as llm:
+        assert llm.render([{"role": "user", "content": "kalo"}]) == llm.tokenizer.encode("kalo")[1:]
+
+
+def test_an_empty_prompt_without_a_bos_is_refused(
+    load_tiny: Callable[..., fastgraph.LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load_tiny("plain") as llm:
+        monkeypatch.setattr(llm.tokenizer, "bos_id", None)
+        with pytest.raises(RequestError, match=r"the prompt \(number 1\) is empty, and the model has no BOS token"):
+            llm.generate(["kalo", []])
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            llm.generate([[]])
+
+
+def test_after_close_every_call_says_so(load_tiny: Callable[..., fastgraph.LLM]) -> None:
+    llm = load_tiny("plain")
+    stream = llm.stream("kalo", max_tokens=2)
+    assert stream.completion.finish_reason in ("length", "stop")
+    llm.close()
+    llm.close()
+    for call in (llm.stats, lambda: llm.generate("kalo"), lambda: llm.stream("kalo")):
+        with pytest.raises(EngineDied, match="the engine was closed"):
+            call()
+    llm.abort()
+    stream.abort()
