@@ -34,12 +34,13 @@ def linear(
 ) -> Tensor:
     """x @ weight.T + bias, of the RMS-normed x if `norm` is given; then silu(gate) * up if `gated`; then + residual.
 
-    x: [rows, k] contiguous; weight: [n, k], or [2 * n, k] if gated, gate first; bias: as many as the weight has rows;
+    x: [rows, k]; weight: [n, k] contiguous, or [2 * n, k] if gated, gate first; bias: as many as the weight has rows;
     norm: [k], with `eps`; residual: [rows, n]. Returns [rows, n], in `out` if given, which may be the residual itself.
     """
+    x = x.contiguous()
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
-    if rows == 1 or (rows == 2 and k <= 4096):
+    if rows == 1 or (rows == 2 and weight.numel() <= _SMALL // 2):
         return _vector(x, weight, bias, norm, eps, gated, residual, out, vector_plan(n, k, gated))
     if norm is not None:
         x = rms_norm(x, norm, eps)
@@ -196,7 +197,9 @@ class TilePlan(NamedTuple):
 
 def most_tiled_rows(n: int, k: int, gated: bool) -> int:
     """Up to how many rows the tensor-core kernel beats cuBLAS, which would need a second kernel for a gated layer."""
-    return 256 if gated else 128 if n * k <= _SMALL else 64
+    if n * k > _SMALL and not gated:
+        return 64
+    return 256 if gated or n >= 4 * k else 128
 
 
 def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int) -> TilePlan:
@@ -204,7 +207,8 @@ def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int) -> T
     height = max(triton.next_power_of_2(rows), 16)
     if height > 64 and n * k * (2 if gated else 1) <= _SMALL:
         height //= 2
-    outputs, depth = 64, 128 if height <= 64 else 64
+    outputs = 64
+    depth = 128 if height + outputs * (2 if gated else 1) <= 192 else 64
     tiles, splits = triton.cdiv(rows, height) * triton.cdiv(n, outputs), 1
     while not gated and splits < 8:
         wave = 2 * tiles * splits / multiprocessors
