@@ -24,6 +24,8 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": ("eager", {}),
     "block": ("block", {}),
     "block, no precompiled headers": ("block", {"cpp_cache_precompile_headers": False}),
+    "block, no vector checks": ("block", {"cpp.vec_isa_ok": True}),
+    "block, neither": ("block", {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}),
     "block, autotuned": ("block", AUTOTUNE),
     "whole": ("whole", {}),
     "whole, no precompiled headers": ("whole", {"cpp_cache_precompile_headers": False}),
@@ -136,7 +138,8 @@ def main() -> None:
     for dtype in arguments.dtypes.split(","):
         for arm in arms:
             with tempfile.TemporaryDirectory() as folder:
-                environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
+                # Precompiled headers stand in the temporary folder, wherever the cache is.
+                environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TMPDIR": folder}
                 command = [sys.executable, __file__, "--child", arm, dtype]
                 reports = []
                 for _ in ("cold", "warm"):
