@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
+import tracemalloc
 from concurrent.futures import Future
 
 import pytest
 from engine_helpers import ALPHABET, LIMITS, PATIENCE, VOCAB, Gate, ask, baseline, expected, letters, outcome, running
 from simulated import uninterrupted
 
+from fastgraph.control.plan import Limits
 from fastgraph.engine import Ticket
 from fastgraph.errors import RequestError
 from fastgraph.text import TextStream
@@ -90,6 +93,39 @@ def test_a_stop_string_that_ends_with_the_last_token_is_a_stop_and_no_length() -
         answer = ask(engine, [5], seed=2, text=TextStream(ALPHABET, (whole[-2:],))).future.result(PATIENCE)
     assert whole.index(whole[-2:]) == len(whole) - 2
     assert (answer.text, answer.finish_reason) == (whole[:-2], "stop")
+
+
+@pytest.mark.parametrize("depth", range(4))
+def test_a_stop_string_wins_over_the_end_of_text_that_follows_it(depth: int) -> None:
+    """With steps in flight, both may have been sampled before either is seen."""
+    with running(depth) as (engine, _):
+        tokens, _ = outcome(ask(engine, [5], seed=2))
+        at = next(i for i in range(3, 12) if tokens.index(tokens[i]) == i)
+        stop = letters(tokens[at - 2 : at])
+        ticket = ask(engine, [5], seed=2, stop=(tokens[at],), text=TextStream(ALPHABET, (stop,)))
+        answer = ticket.future.result(PATIENCE)
+    assert (answer.text, answer.finish_reason) == (letters(tokens[: at - 2]), "stop")
+
+
+def test_nothing_grows_with_the_requests_that_were_served() -> None:
+    """Requests of five hundred different lengths leave no more behind than a few do."""
+    limits = Limits(slots=4, pages=700, page_size=4, max_model_len=600, max_step_tokens=700, vocab=VOCAB)
+
+    def serve(lengths: range) -> int:
+        for length in lengths:
+            outcome(ask(engine, [1] * length, seed=length, max_tokens=2))
+        device.plans.clear()
+        gc.collect()
+        ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/fastgraph/*")])
+        return sum(trace.size for trace in ours.traces)
+
+    with running(limits=limits) as (engine, device):
+        tracemalloc.start()
+        try:
+            before, after = serve(range(1, 11)), serve(range(11, 511))
+        finally:
+            tracemalloc.stop()
+    assert after - before < 30_000  # bytes; the requests' own tokens are half a million
 
 
 def test_times_are_in_order_and_count_from_the_submission() -> None:

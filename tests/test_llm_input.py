@@ -1,4 +1,4 @@
-"""What the Python API refuses, in plain words and without harm to anything else; on a tiny random model."""
+"""What the Python API makes of prompts, conversations and options, and what it refuses; on a tiny random model."""
 
 from __future__ import annotations
 
@@ -100,6 +100,22 @@ def test_a_chat_templates_bos_is_the_only_one(load_tiny: Callable[..., fastgraph
         assert rendered[0] == bos
         assert rendered.count(bos) == 1
         assert llm.chat([{"role": "user", "content": "kalo"}], max_tokens=2).prompt_tokens == len(rendered)
+
+
+def test_old_thoughts_leave_the_history_as_the_models_own_template_has_it(
+    load_tiny: Callable[..., fastgraph.LLM],
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] if not loop.last else m.content }}{% endfor %}"
+    )
+    with load_tiny("plain", chat_template=template) as llm:
+        history = [
+            {"role": "user", "content": "kalo"},
+            {"role": "assistant", "content": "<think>miren</think>staver"},
+            {"role": "user", "content": "</think>un"},
+        ]
+        assert llm.tokenizer is not None
+        assert llm.render(history) == llm.tokenizer.encode("kalostaver</think>un", add_special_tokens=False)
 
 
 def test_without_a_chat_template_the_error_names_the_option(load_tiny: Callable[..., fastgraph.LLM]) -> None:
