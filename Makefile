@@ -19,7 +19,7 @@ lint: $(VENV)/ready-test
 	$(BIN)/mypy
 
 test-gpu:  ## the tests that need a GPU, with the Python that has its torch
-	PYTHONPATH=. $(PYTHON) -m pytest -m gpu $(ARGS)
+	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or kernels" $(ARGS)
 
 soak: $(VENV)/ready-test  ## the scheduler's state machine, far longer
 	FASTGRAPH_SOAK=$${FASTGRAPH_SOAK:-50} $(BIN)/python -m pytest tests/test_scheduler.py --timeout 0 $(ARGS)

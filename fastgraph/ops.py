@@ -91,7 +91,7 @@ def linear(
     A tied head gives its embedding as the layer. On a GPU this is one kernel for a small batch.
     """
     bias = layer.bias if isinstance(layer, nn.Linear) else None
-    if x.is_cuda:
+    if _has_kernels(x):
         scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return cuda.linear(x, layer.weight, bias, scale, eps, gated, residual)
     y = F.linear(x if norm is None else rms_norm(x, norm.weight, norm.eps), layer.weight, bias)
@@ -118,7 +118,7 @@ def attention(
     `norms` are those of each head of q and of k, before it. Without them q and k are taken as they come.
     """
     rows = (batch.page_table, batch.lengths, batch.slots, batch.query_start)
-    if q.is_cuda:
+    if _has_kernels(q):
         cos, sin = rope or (None, None)
         scales = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else (None, None, 0.0)
         where = (cache.k, cache.v, *rows, batch.positions, batch.token_slots)
@@ -130,3 +130,8 @@ def attention(
     out = torch.empty_like(q)
     _attention.attend(q, k, v, cache.k, cache.v, *rows, out, scale, window)
     return out
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether x is where the fused kernels run. The compiler knows the answer when it traces."""
+    return x.is_cuda

@@ -37,16 +37,25 @@ class Piece:
 class Paged:
     """Caches, a scrambled page table and lengths for `slots` sequences of up to `span` tokens each."""
 
-    def __init__(self, config: Any, *, slots: int, span: int, page_size: int = 4, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        config: Any,
+        *,
+        slots: int,
+        span: int,
+        page_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
         per_slot = -(-span // page_size)
         pages = slots * per_slot
         scrambled = torch.randperm(pages, generator=torch.Generator().manual_seed(3)) + 1
         null = torch.zeros(1, per_slot, dtype=torch.int32)  # slot 0 and page 0 take what nobody reads
-        self.page_table = torch.cat([null, scrambled.view(slots, per_slot).int()])
-        self.lengths = torch.zeros(slots + 1, dtype=torch.int32)
+        self.page_table = torch.cat([null, scrambled.view(slots, per_slot).int()]).to(device)
+        self.lengths = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         shape = (pages + 1, page_size, config.kv_heads, config.head_dim)
         self.caches = [
-            LayerCache(torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype))
+            LayerCache(*(torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in "kv"))
             for _ in range(config.layers)
         ]
 
@@ -62,7 +71,8 @@ class Paged:
                 token_slots.append(piece.slot)
             starts.append(len(ids))
         columns = [ids, positions, wholes, token_slots, [piece.slot for piece in pieces], starts]
-        return Batch(*(torch.tensor(c, dtype=torch.int32) for c in columns), self.lengths, self.page_table)
+        tensors = (torch.tensor(c, dtype=torch.int32, device=self.lengths.device) for c in columns)
+        return Batch(*tensors, self.lengths, self.page_table)
 
     def step(self, model: Any, pieces: Sequence[Piece], forward: Any = None) -> list[Tensor]:
         """Run one step and advance the lengths. A row's result is the logits of its tokens. [tokens, vocab]"""

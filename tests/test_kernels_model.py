@@ -1,0 +1,77 @@
+"""A whole model on the GPU's kernels, through the op's own choices, against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_helpers import DEVICE, load
+from paged import Paged, Piece, copy_weights
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from fastgraph import models, ops
+from fastgraph.kernels import cuda
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+
+
+VARIANTS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama, tied and biased": LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "qwen3": Qwen3Config(**SIZES),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the path of a GPU's tensors wherever they are."""
+    load("linear")  # skips where there is no Triton
+    monkeypatch.setattr(ops, "_has_kernels", lambda x: True)
+    monkeypatch.setattr(cuda, "linear", cuda._linear)
+    monkeypatch.setattr(cuda, "rotate_and_attend", cuda._rotate_and_attend)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_prefill_chunks_and_decode_give_the_logits_of_transformers(variant: str) -> None:
+    torch.manual_seed(2)
+    config = VARIANTS[variant]
+    config._attn_implementation = "eager"
+    reference = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+    raw = config.to_dict() | {"architectures": [type(reference).__name__]}
+    module = models.find(raw)
+    shape = module.Config.from_hf(raw)
+    model = module.Model(shape)
+    copy_weights(model, module.WEIGHTS, reference.state_dict())
+    model.to(DEVICE)
+    first, second, third = torch.randint(0, 96, (3, 40)).tolist()
+    want = reference(torch.tensor([first, second, third], device=DEVICE)).logits  # [3, 40, vocab]
+    paged = Paged(shape, slots=3, span=40, page_size=16, device=DEVICE)
+    done = {1: 0, 2: 0, 3: 0}
+    steps = [
+        [Piece(1, first[:16], whole=37)],
+        [Piece(1, first[16:37], whole=37), Piece(3, third[:1], whole=1)],
+        [Piece(3, third[1:2]), Piece(2, second[:35], whole=35)],
+        [Piece(3, third[2:3])],  # one row
+        [Piece(1, first[37:38]), Piece(3, third[3:4]), Piece(2, second[35:36])],  # decode alone: no padding
+        [Piece(1, first[38:39]), Piece(0, [0]), Piece(3, third[4:5]), Piece(0, [0]), Piece(2, second[36:37])],
+        [Piece(2, second[37:38]), Piece(1, first[39:40])],
+    ]
+    for pieces in steps:
+        for piece, got in zip(pieces, paged.step(model, pieces), strict=True):
+            if piece.slot == 0:
+                continue
+            start = done[piece.slot]
+            done[piece.slot] += len(piece.ids)
+            torch.testing.assert_close(got, want[piece.slot - 1, start : done[piece.slot]], rtol=2e-3, atol=2e-3)
