@@ -15,7 +15,7 @@ from torch import Tensor
 from fastgraph.control.plan import NULL_SLOT, Logprobs, PrefillSpan, StepPlan, StepResult
 from fastgraph.device.compiler import CompiledStep
 from fastgraph.device.ladder import CaptureLadder
-from fastgraph.device.metadata import StepMetadata
+from fastgraph.device.metadata import StepInputs, StepMetadata
 from fastgraph.device.slots import Slots
 from fastgraph.errors import FastgraphWarning
 from fastgraph.kernels.sampling import SamplerOutput
@@ -99,14 +99,13 @@ class Executor:
         nothing = np.empty((0, 3), np.int32)
         mixed = StepPlan(0, (), nothing, np.array([NULL_SLOT], np.int32), (null,))
         self._step.warm_up(self._metadata.refresh_mixed_metadata(mixed))
-        self._padding(1)
+        self._step(self._padding(1))
         if self._ladder:
-            self._ladder.capture(self._padding, lambda done: progress("capturing CUDA graphs", done))
+            self._ladder.capture(self._padding, self._step, lambda done: progress("capturing CUDA graphs", done))
 
-    def _padding(self, bs: int) -> SamplerOutput:
-        """A decode step of padding rows alone."""
-        nobody = np.empty(0, np.int32)
-        return self._step(self._metadata.refresh_decode_metadata(bs, 0, nobody, for_graph_replay=True))
+    def _padding(self, bs: int) -> StepInputs:
+        """Inputs of a decode step of padding rows alone."""
+        return self._metadata.refresh_decode_metadata(bs, 0, np.empty(0, np.int32), for_graph_replay=True)
 
 
 class _Arrival:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastgraph.device.metadata import StepInputs
 from fastgraph.kernels.sampling import SamplerOutput
 
 
@@ -42,8 +43,16 @@ class CaptureLadder:
         place = bisect_left(self.sizes, rows)
         return self.sizes[place] if place < len(self.sizes) else None
 
-    def capture(self, step: Callable[[int], SamplerOutput], progress: Callable[[float], None]) -> None:
-        """Record `step(bs)` for every size. The largest comes first, so that the smaller ones reuse its memory."""
+    def capture(
+        self,
+        prepare: Callable[[int], StepInputs],
+        step: Callable[[StepInputs], SamplerOutput],
+        progress: Callable[[float], None],
+    ) -> None:
+        """Record `step` for every size. The largest comes first, so that the smaller ones reuse its memory.
+
+        `prepare` is not recorded: a replay must find the inputs as they were refreshed for it.
+        """
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         # The collector must not free tensors of an earlier capture in the midst of a later one.
@@ -51,13 +60,14 @@ class CaptureLadder:
         gc.freeze()
         try:
             for done, size in enumerate(reversed(self.sizes), start=1):
+                inputs = prepare(size)
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
-                    step(size)  # what allocates or compiles lazily does so now, not under capture
+                    step(inputs)  # what allocates or compiles lazily does so now, not under capture
                 torch.cuda.current_stream().wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream):
-                    outputs = step(size)
+                    outputs = step(inputs)
                 self._rungs[size] = Rung(graph, outputs)
                 progress(done / len(self.sizes))
         finally:
