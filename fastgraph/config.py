@@ -95,8 +95,10 @@ class SamplingParams:
         if isinstance(merged.get("stop"), str):
             merged["stop"] = (merged["stop"],)
         for name in ("stop", "stop_token_ids"):
-            if name in merged:
-                merged[name] = tuple(merged[name] or ())
+            value = merged.get(name, ())
+            if value is not None and not isinstance(value, (list, tuple, set, frozenset)):
+                raise RequestError(f"{name} must be a list, not {value!r}")
+            merged[name] = tuple(value or ())
         if merged.get("logit_bias") is None:
             merged.pop("logit_bias", None)
         return cls(**merged)
@@ -128,6 +130,8 @@ class SamplingParams:
             raise RequestError(f"stop strings must be non-empty text, not {list(self.stop)!r}")
         if not all(_is_int(i) and i >= 0 for i in self.stop_token_ids):
             raise RequestError(f"stop_token_ids must be token ids, not {list(self.stop_token_ids)!r}")
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias maps token ids to numbers, and is not {self.logit_bias!r}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias may name {MAX_LOGIT_BIAS} tokens at most, not {len(self.logit_bias)}")
         for token, bias in self.logit_bias.items():

@@ -307,16 +307,23 @@ class Stream:
     def __iter__(self) -> Iterator[str]:
         # A generator is told when the loop over it is left, and then so is the engine.
         try:
-            while not self._ended:
-                piece = self._pieces.get()
-                if piece is None:
-                    self._ended = True
-                    self._ticket.future.result()  # a failure must not look like an end
-                else:
-                    yield piece
+            while True:
+                try:
+                    piece = next(self)
+                except StopIteration:
+                    return
+                yield piece
         finally:
             if not self._ended:
                 self.abort()
+
+    def __next__(self) -> str:
+        piece = None if self._ended else self._pieces.get()
+        if piece is None:
+            self._ended = True
+            self._ticket.future.result()  # a failure must not look like an end
+            raise StopIteration
+        return piece
 
     def abort(self) -> None:
         """End the answer here. What came is its completion, with finish_reason "abort"."""

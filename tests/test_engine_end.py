@@ -210,6 +210,17 @@ def test_a_stream_that_is_left_early_is_aborted(simulated_llm: Callable[..., Any
         assert baseline(llm)
 
 
+def test_a_stream_can_be_read_piece_by_piece(simulated_llm: Callable[..., Any]) -> None:
+    with simulated_llm() as llm:
+        options = {"max_tokens": 8, "ignore_eos": True, "seed": 1}
+        whole = llm.generate("a b c", **options)
+        stream = llm.stream("a b c", **options)
+        first = next(stream)
+        assert first + "".join(stream) == whole.text
+        with pytest.raises(StopIteration):
+            next(stream)
+
+
 def test_coroutines_stream_generate_and_give_up(simulated_llm: Callable[..., Any]) -> None:
     async def all_of_it() -> None:
         options = {"max_tokens": 60, "ignore_eos": True, "seed": 1}
