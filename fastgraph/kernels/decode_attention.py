@@ -111,7 +111,7 @@ def _fold(q, k, v, seen, most, total, acc, SCALE: tl.constexpr, MASKED: tl.const
 
     q [D, G], k [B, D], v [D, B], seen [B]; most, total [G]; acc [D, G]
     """
-    s = tl.dot(k, q)  # [B, G]
+    s = tl.dot(k, q, input_precision="ieee")  # [B, G]
     if MASKED:
         s = tl.where(seen[:, None], s, _BELOW)
     new = tl.maximum(most, tl.max(s, 0) * SCALE)
@@ -119,7 +119,7 @@ def _fold(q, k, v, seen, most, total, acc, SCALE: tl.constexpr, MASKED: tl.const
     p = tl.exp2(s * SCALE - new[None, :])
     if MASKED:
         p = tl.where(seen[:, None], p, 0.0)
-    return new, total * fade + tl.sum(p, 0), tl.dot(v, p.to(v.dtype), acc * fade[None, :])
+    return new, total * fade + tl.sum(p, 0), tl.dot(v, p.to(v.dtype), acc * fade[None, :], input_precision="ieee")
 
 
 @triton.jit

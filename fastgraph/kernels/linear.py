@@ -44,7 +44,9 @@ def linear(
         return _vector(x, weight, bias, norm, eps, gated, residual, out, vector_plan(n, k, gated))
     if norm is not None:
         x = rms_norm(x, norm, eps)
-    if rows <= most_tiled_rows(n, k, gated) and k % 8 == 0 and can_overlap(x.device):
+    # float32 is for comparing, not for speed, and tensor cores would round it.
+    tiles = x.element_size() == 2 and k % 8 == 0 and can_overlap(x.device)
+    if tiles and rows <= most_tiled_rows(n, k, gated):
         plan = tile_plan(rows, n, k, gated, multiprocessors(x.device))
         return _tiled(x, weight, bias, gated, residual, out, plan)
     if residual is not None and bias is None and not gated:

@@ -117,7 +117,7 @@ def _blocks(
             k = tl.load(k_in + page[None, :], mask=(first + t < hi)[None, :], other=0.0)
         else:
             k = tl.load(k_in + page[None, :])
-        s = tl.dot(q, k)
+        s = tl.dot(q, k, input_precision="ieee")
         if MASKED:
             seen = (first + t)[None, :] <= query[:, None]
             if WINDOW:
@@ -133,7 +133,7 @@ def _blocks(
             v = tl.load(v_in + page[:, None], mask=(first + t < hi)[:, None], other=0.0)
         else:
             v = tl.load(v_in + page[:, None])
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         most = new
     return most, total, acc
 
