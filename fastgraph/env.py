@@ -26,7 +26,7 @@ _REQUIRED = (
 )  # fmt: skip
 _OPTIONAL = {
     "triton": ("compiled code and kernels on a GPU", "pip install 'fastgraph[cuda]'"),
-    "flashinfer-python": ("a second implementation of kernels on a GPU", "pip install 'fastgraph[cuda]'"),
+    "flashinfer-python": ("kernels on a GPU, not used yet", "pip install 'fastgraph[cuda]'"),
     "gguf": ("reading .gguf files, the default model's among them", "pip install 'fastgraph[gguf]'"),
 }
 _ON_GPU = ("triton", "flashinfer-python")
