@@ -36,7 +36,7 @@ _BUCKETS = 64  # per unit of depth, when a CPU looks for the edge of top_p
 
 
 class SamplerState(NamedTuple):
-    """Parameters and history of each slot. Columns may be strided; slot 0 is the null slot."""
+    """Parameters and history of each slot. On a CPU columns may be strided. Slot 0 is the null slot."""
 
     temperature: Tensor  # [slots] float32, 0 is argmax
     top_k: Tensor  # [slots] int32, 0 is all
@@ -68,8 +68,8 @@ class SamplerOutput(NamedTuple):
 def sample(logits: Tensor, slots: Tensor, state: SamplerState, vocab_limit: int, out: SamplerOutput) -> None:
     """Sample one token a row into `out`, and count it in `state.output_counts` if its slot has a penalty.
 
-    logits: [rows, vocab] float32; slots: [rows] int32, each live slot at most once. Ids from `vocab_limit` up are
-    padding of the embedding: never sampled, and no part of any log-probability.
+    logits: [rows, vocab], any float, calculated with as float32; slots: [rows] int32, each live slot at most once.
+    Ids from `vocab_limit` up are padding of the embedding: never sampled, and no part of any log-probability.
     """
     run = _op if torch.compiler.is_compiling() else _sample
     run(logits, slots, vocab_limit, *state, *out)
@@ -78,10 +78,15 @@ def sample(logits: Tensor, slots: Tensor, state: SamplerState, vocab_limit: int,
 def _sample(logits: Tensor, slots: Tensor, vocab_limit: int, *tensors: Tensor) -> None:
     state = SamplerState(*tensors[: len(SamplerState._fields)])
     out = SamplerOutput(*tensors[len(SamplerState._fields) :])
+    if logits.is_cuda:
+        from fastgraph.kernels import sampling_triton  # triton, which a CPU may lack
+
+        sampling_triton.sample_rows(logits, slots, vocab_limit, state, out)
+        return
     for part, unused in zip(out, (0, 0, -1, _BANNED), strict=True):
         part.fill_(unused)
     run = _sample_rows if logits.is_cpu else _sample_batch
-    run(logits[:, :vocab_limit], slots, state, out)
+    run(logits[:, :vocab_limit].float(), slots, state, out)
 
 
 _WRITTEN = tuple(f"out_{name}" for name in SamplerOutput._fields)
@@ -100,7 +105,7 @@ def _(*_: object) -> None:
     return None
 
 
-# --- every row through every stage, with no question asked of the host ---
+# --- every row through every stage, with no question asked of the host: what the GPU kernels are tested against ---
 
 
 def _sample_batch(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerOutput) -> None:
