@@ -47,7 +47,7 @@ EXTREME: list[dict[str, Any]] = [
 def one_thread_no_grad() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with torch.no_grad(), np.errstate(divide="ignore", invalid="ignore"):
+    with torch.no_grad(), np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         yield
     torch.set_num_threads(threads)
 
@@ -115,8 +115,9 @@ SHAPES: dict[str, Callable[[int, int, int], Tensor]] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_kind_of_row_gets_the_token_that_sorting_gives(shape: str) -> None:
-    kinds = [*FILTERS, *ADJUSTED, *EXTREME]
-    vocab = 120_001 if HAS_GPU else TILE + 501
+    kinds, vocab = [*FILTERS, *ADJUSTED, *EXTREME], 120_001
+    if not HAS_GPU:
+        kinds, vocab = kinds[len(shape) % 2 :: 2], TILE + 51
     for seed in range(8 if HAS_GPU else 1):
         state, slots = batch(kinds, vocab, seed)
         expect_same(SHAPES[shape](len(kinds), vocab, seed), state, slots)
@@ -144,6 +145,7 @@ def test_vocabularies_of_any_size_and_padding_that_is_never_seen(vocab: int) -> 
         assert (out.tokens < vocab).all()
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN")
 @pytest.mark.parametrize("bad", [math.nan, INF, -INF])
 def test_rows_without_a_choice_fall_back_alike(bad: float) -> None:
     vocab = TILE + 300
@@ -270,13 +272,13 @@ def test_a_captured_step_serves_every_kind_of_row() -> None:
     logits = noise(len(kinds), vocab, 3.0, 0).to(DEVICE)
     live, at = moved(batch([{}] * len(kinds), vocab, 5)[0]), torch.zeros(len(kinds), dtype=torch.int32, device=DEVICE)
     out = outputs(len(kinds))
-    sample(logits, at, live, vocab, out)
+    kernels.sample_rows(logits, at, vocab, live, out)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            sample(logits, at, live, vocab, out)
+            kernels.sample_rows(logits, at, vocab, live, out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for part, new in zip(live, state, strict=True):

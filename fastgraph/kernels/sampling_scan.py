@@ -186,8 +186,6 @@ def scan(
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    if slot == 0:
-        return
     temperature = tl.load(state.temperature + slot)
     top_k = tl.load(state.top_k + slot)
     top_p = tl.load(state.top_p + slot)
@@ -201,6 +199,8 @@ def scan(
     raw = raw_ptr + row * raw_stride
     if OVERLAP:
         gdc_wait()
+    if slot == 0:
+        return
     if biased | penalised | early:
         mine = adjusted + row * groups * EACH
         _adjust(raw, mine, tile, width, limit, state, strides, slot, VECTOR, N_STOPS, N_BIASES, STOPS, BIASES)
