@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgraph.control.plan import NULL_SLOT, Int32, Limits, StepPlan
+from fastgraph.device.upload import upload
 
 FROM_SLOT = -1  # an input id that means: the token this slot sampled last
 
@@ -65,7 +66,7 @@ class StepMetadata:
         inputs = StepInputs(*(buffer[:bs] for buffer in self._decode))._replace(
             query_start=self._decode.query_start[: bs + 1]
         )
-        on_device = self._upload(padded)
+        on_device = upload(padded, self._device)
         torch._foreach_copy_([inputs.token_slots, inputs.slots, inputs.sampling_slots], [on_device] * 3)
         return inputs
 
@@ -87,14 +88,7 @@ class StepMetadata:
             lengths,
         )
         sizes = [len(part) for part in parts]
-        packed = self._upload(np.concatenate(parts, dtype=np.int32))
+        packed = upload(np.concatenate(parts, dtype=np.int32), self._device)
         inputs = StepInputs(*(buffer[:size] for buffer, size in zip(self._mixed, sizes, strict=True)))
         torch._foreach_copy_(list(inputs), packed.split(sizes))
         return inputs
-
-    def _upload(self, array: Int32) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        # Pinned, so that the copy does not wait for the steps in flight; torch keeps the buffer until it is done.
-        return tensor.pin_memory().to(self._device, non_blocking=True)

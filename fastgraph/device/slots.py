@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastgraph.config import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 from fastgraph.control.plan import NULL_SLOT, Admission, Int32, Limits, StepPlan
+from fastgraph.device.upload import upload
 from fastgraph.kernels.sampling import SamplerState
 
 # One int32 matrix holds every number of a slot, a row per field, so that admitting requests is one packed copy.
@@ -86,12 +87,12 @@ class Slots:
         if plan.admissions:
             self._admit(plan.admissions)
         if len(plan.page_writes):
-            slot, index, page = self._upload(np.ascontiguousarray(plan.page_writes.T))
+            slot, index, page = upload(np.ascontiguousarray(plan.page_writes.T), self._device)
             self._page_table[slot, index] = page
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
         rows = [np.concatenate([[a.slot], _pack(a), _padded(a.stop_ids, MAX_STOP_IDS)]) for a in admissions]
-        packed = self._upload(np.stack(rows, axis=1).astype(np.int32))  # [1 + fields + stop ids, admissions]
+        packed = upload(np.stack(rows, axis=1).astype(np.int32), self._device)  # [1 + fields + stop ids, admissions]
         slots, fields = packed[0], packed[1 : 1 + len(FIELDS)]
         self._fields[:, slots] = fields
         self._stop_ids[slots] = packed[1 + len(FIELDS) :].T
@@ -108,26 +109,19 @@ class Slots:
         if sampling.logit_bias:
             ids = np.array(list(sampling.logit_bias), np.int32)
             values = np.array(list(sampling.logit_bias.values()), np.float32)
-            self._bias_ids[slot, : len(ids)] = self._upload(ids)
-            self._bias_values[slot, : len(ids)] = self._upload(values.view(np.int32)).view(torch.float32)
+            self._bias_ids[slot, : len(ids)] = upload(ids, self._device)
+            self._bias_values[slot, : len(ids)] = upload(values.view(np.int32), self._device).view(torch.float32)
             self._biased.add(slot)
 
     def _set_history(self, admission: Admission) -> None:
         """The penalties look back: at the prompt, and at what a preempted request had generated."""
         counts, prompt = self._output_counts[admission.slot], self._prompt_tokens[admission.slot]
         prompt.zero_()
-        prompt[self._upload(admission.prompt)] = True
+        prompt[upload(admission.prompt, self._device)] = True
         counts.zero_()
         if len(admission.answer):
             ids, times = np.unique(admission.answer, return_counts=True)
-            counts[self._upload(ids)] = self._upload(times.astype(np.int32)).to(torch.int16)
-
-    def _upload(self, array: Int32) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        # Pinned, so that the copy does not wait for the steps in flight; torch keeps the buffer until it is done.
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+            counts[upload(ids, self._device)] = upload(times.astype(np.int32), self._device).to(torch.int16)
 
 
 def _penalised(sampling: SamplingParams) -> bool:
