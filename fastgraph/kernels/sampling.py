@@ -78,10 +78,14 @@ def sample(logits: Tensor, slots: Tensor, state: SamplerState, vocab_limit: int,
 def _sample(logits: Tensor, slots: Tensor, vocab_limit: int, *tensors: Tensor) -> None:
     state = SamplerState(*tensors[: len(SamplerState._fields)])
     out = SamplerOutput(*tensors[len(SamplerState._fields) :])
+    if logits.is_cuda:
+        from fastgraph.kernels import sampling_triton  # triton, which a CPU may lack
+
+        sampling_triton.sample_rows(logits, slots, vocab_limit, state, out)
+        return
     for part, unused in zip(out, (0, 0, -1, _BANNED), strict=True):
         part.fill_(unused)
-    run = _sample_rows if logits.is_cpu else _sample_batch
-    run(logits[:, :vocab_limit].float(), slots, state, out)
+    _sample_rows(logits[:, :vocab_limit].float(), slots, state, out)
 
 
 _WRITTEN = tuple(f"out_{name}" for name in SamplerOutput._fields)
