@@ -135,8 +135,8 @@ class Model(nn.Module):
         return x
 
     def head(self, x: Tensor) -> Tensor:
-        """Final norm and logits. [rows, hidden] -> [rows, vocab] float32"""
-        return ops.linear(x, self.output or self.embedding, norm=self.norm).float()
+        """Final norm and logits. [rows, hidden] -> [rows, vocab]"""
+        return ops.linear(x, self.output or self.embedding, norm=self.norm)
 
 
 # Our parameters, and the checkpoint's that they are made of, one below the other.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,8 @@ from fastgraph.device.ladder import CaptureLadder
 from fastgraph.device.metadata import StepMetadata
 from fastgraph.device.slots import Slots
 from fastgraph.errors import ConfigError
+from fastgraph.kernels import registry
+from fastgraph.kernels.probe import signature_of
 from fastgraph.loading.checkpoint import Checkpoint
 from fastgraph.loading.weights import WeightFiles, fill_dummy, load_weights
 from fastgraph.ops import LayerCache
@@ -28,7 +31,8 @@ Progress = Callable[[str, float | None], None]
 # What a machine is given where the user leaves it open.
 DEFAULT_DECODE_BS = {"cpu": 32, "cuda": 256}
 DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
-KV_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of all memory on a CPU, which others use too; of what is free on a GPU
+CPU_SHARE = 0.25  # of all memory, for keys and values: others use it too
+GPU_HEADROOM = 0.02  # of all memory, left free: allocations of unlike sizes leave gaps
 
 
 def settle_device(config: EngineConfig) -> torch.device:
@@ -73,18 +77,25 @@ def build_device(
     module = models.find(checkpoint.config)
     shape = module.Config.from_hf(checkpoint.config)
     model = _load(config, checkpoint, module, shape, device, dtype, progress)
-    progress("reserving memory for keys and values", None)
-    limits = _limits(config, shape, device, dtype, min(vocab or shape.vocab, shape.vocab))
-    caches = _caches(limits, shape, device, dtype)
+    limits = _limits(config, shape, min(vocab or shape.vocab, shape.vocab), device)
     slots = Slots(limits, shape.vocab, device)
+    signature = signature_of(checkpoint.config, device.type, dtype, limits.page_size)
+    registry.serve(device.type, registry.load(registry.choose(signature, config.kernels)))
     mode = settle_compile(config, device)
     if mode != "off":
         compile_cache.activate()
-    step = CompiledStep(model, caches, slots.state, limits.vocab, mode)
     ladder = CaptureLadder(_capture_top(config, limits)) if device.type == "cuda" else None
+    step = CompiledStep(model, _caches(0, limits, shape, device, dtype), slots.state, limits.vocab, mode)
     executor = Executor(step, slots, StepMetadata(limits, device), ladder, device, settle_depth(config, device))
     progress("warming up" if mode == "off" else f"compiling ({mode})", None)
-    executor.warm_up(progress)
+    executor.warm_up()
+    progress("reserving memory for keys and values", None)
+    page_bytes = shape.layers * 2 * limits.page_size * shape.kv_heads * shape.head_dim * dtype.itemsize
+    limits = _fit_pages(config, limits, executor, page_bytes, device)
+    step.caches = _caches(limits.pages, limits, shape, device, dtype)
+    if device.type == "cuda":
+        executor.rehearse(limits)
+    executor.capture(progress)
     return DeviceHandle(limits, executor, step)
 
 
@@ -115,7 +126,8 @@ def _load(
     return model
 
 
-def _limits(config: EngineConfig, shape: Any, device: torch.device, dtype: torch.dtype, vocab: int) -> Limits:
+def _limits(config: EngineConfig, shape: Any, vocab: int, device: torch.device) -> Limits:
+    """What was asked for, with as many pages as all slots could ever use."""
     size = config.page_size
     slots = config.max_decode_bs or DEFAULT_DECODE_BS[device.type]
     asked = config.max_model_len or shape.max_positions
@@ -127,15 +139,33 @@ def _limits(config: EngineConfig, shape: Any, device: torch.device, dtype: torch
             f"max_step_tokens must be at least max_decode_bs + page_size = {slots + size}, so that a prompt can move "
             f"on beside a full batch; it is {step_tokens}"
         )
+    return Limits(slots, slots * -(-asked // size), size, asked, step_tokens, vocab)
+
+
+def _fit_pages(
+    config: EngineConfig, limits: Limits, executor: Executor, page_bytes: int, device: torch.device
+) -> Limits:
+    """The limits with as many pages as there is memory for, if the user has not said how many.
+
+    On a GPU what steps and graphs take is measured first, by running and recording the largest of each.
+    """
     pages = config.kv_pages
     if pages is None:
-        page_bytes = shape.layers * 2 * size * shape.kv_heads * shape.head_dim * dtype.itemsize
-        pages = min(int(_memory(device) * KV_SHARE[device.type]) // page_bytes, slots * -(-asked // size))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(device)
+            executor.rehearse(limits)
+            taken = free - torch.cuda.mem_get_info(device)[0] + executor.graph_memory()
+            torch.cuda.empty_cache()
+            memory = free - taken - int(total * GPU_HEADROOM)
+        else:
+            memory = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
+        pages = min(max(memory, 0) // page_bytes - 1, limits.pages)  # page 0 is the null page
     # A request may never be longer than the pool; its last token's KV is never written.
-    max_model_len = min(asked, pages * size + 1)
+    max_model_len = min(limits.max_model_len, pages * limits.page_size + 1)
     if max_model_len < 2:
         raise ConfigError("there is no memory left for keys and values: ask for a smaller model or dtype, or kv_pages")
-    return Limits(slots, pages, size, max_model_len, step_tokens, vocab)
+    return replace(limits, pages=pages, max_model_len=max_model_len)
 
 
 def _capture_top(config: EngineConfig, limits: Limits) -> int:
@@ -145,15 +175,8 @@ def _capture_top(config: EngineConfig, limits: Limits) -> int:
     return top
 
 
-def _memory(device: torch.device) -> int:
-    """Bytes that a share is taken of."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _caches(limits: Limits, shape: Any, device: torch.device, dtype: torch.dtype) -> list[LayerCache]:
-    size = (limits.pages + 1, limits.page_size, shape.kv_heads, shape.head_dim)  # page 0 is the null page
+def _caches(pages: int, limits: Limits, shape: Any, device: torch.device, dtype: torch.dtype) -> list[LayerCache]:
+    size = (pages + 1, limits.page_size, shape.kv_heads, shape.head_dim)  # page 0 is the null page
     return [
         LayerCache(torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device))
         for _ in range(shape.layers)

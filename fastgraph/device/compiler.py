@@ -31,7 +31,8 @@ class CompiledStep:
     def __init__(
         self, model: step.Model, caches: Sequence[LayerCache], state: SlotState, vocab: int, mode: Mode
     ) -> None:
-        self._model, self._caches, self._state, self._vocab = model, caches, state, vocab
+        self.caches = caches  # others may take their place, of the same shapes but for the number of pages
+        self._model, self._state, self._vocab = model, state, vocab
         self._mode = mode
         self._guarded = False
         self._whole, self._begin, self._block, self._end = step.run, step.begin, _block, step.end
@@ -74,11 +75,12 @@ class CompiledStep:
         mark("tokens", (inputs.ids, inputs.offsets, inputs.token_slots))
         mark("rows", (inputs.slots, inputs.sampling_slots, inputs.last, inputs.query_lengths))
         mark("starts", inputs.query_start)
+        mark("pages", self.caches)
         if self._mode == "full":
-            return self._whole(self._model, self._caches, inputs, self._state, self._vocab)
+            return self._whole(self._model, self.caches, inputs, self._state, self._vocab)
         batch, x, shared = self._begin(self._model, inputs, self._state)
         mark("tokens", (batch.ids, batch.positions, batch.sequence_lengths, shared))
-        for block, cache in zip(self._model.layers, self._caches, strict=True):
+        for block, cache in zip(self._model.layers, self.caches, strict=True):
             mark("tokens", x)
             x = self._block(block, x, shared, cache, batch)
         mark("tokens", x)

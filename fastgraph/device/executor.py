@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastgraph.control.plan import NULL_SLOT, Logprobs, PrefillSpan, StepPlan, StepResult
+from fastgraph.control.plan import NULL_SLOT, Limits, Logprobs, PrefillSpan, StepPlan, StepResult
 from fastgraph.device.compiler import CompiledStep
 from fastgraph.device.ladder import CaptureLadder
 from fastgraph.device.metadata import StepInputs, StepMetadata
 from fastgraph.device.slots import Slots
 from fastgraph.errors import FastgraphWarning
+from fastgraph.kernels import registry
 from fastgraph.kernels.sampling import SamplerOutput
 
 
@@ -70,6 +71,7 @@ class Executor:
         return next(self._host).copy(outputs, rows + len(plan.spans), sampled, wants_logprobs)
 
     def _mixed(self, plan: StepPlan) -> SamplerOutput:
+        registry.begin_step()
         return self._step(self._metadata.refresh_mixed_metadata(plan))
 
     def _decode(self, rows: int, plan: StepPlan) -> SamplerOutput:
@@ -79,9 +81,7 @@ class Executor:
             return self._ladder.replay(size)
         if self._ladder:
             self._count_above(rows, self._ladder)
-        return self._step(
-            self._metadata.refresh_decode_metadata(rows, rows, plan.decode_slots, for_graph_replay=False)
-        )
+        return self._step(self._metadata.refresh_decode_metadata(rows, rows, plan.decode_slots, for_graph_replay=False))
 
     def _count_above(self, rows: int, ladder: CaptureLadder) -> None:
         self.above_ladder += 1
@@ -93,19 +93,41 @@ class Executor:
             warnings.warn(message, FastgraphWarning, stacklevel=2)
 
     @torch.inference_mode()
-    def warm_up(self, progress: Callable[[str, float | None], None]) -> None:
-        """Run padding rows through both kinds of step, so that all that compiles has compiled; then capture."""
-        null = PrefillSpan(NULL_SLOT, 0, np.zeros(3, np.int32), samples=False)
-        nothing = np.empty((0, 3), np.int32)
-        mixed = StepPlan(0, (), nothing, np.array([NULL_SLOT], np.int32), (null,))
-        self._step.warm_up(self._metadata.refresh_mixed_metadata(mixed))
+    def warm_up(self) -> None:
+        """Run padding rows through both kinds of step, so that all that compiles has compiled."""
+        self._step.warm_up(self._metadata.refresh_mixed_metadata(_padding_plan(3, 3, decoding=1)))
         self._step(self._padding(1))
+
+    @torch.inference_mode()
+    def rehearse(self, limits: Limits) -> None:
+        """Run mixed steps of padding of every order of size: their kernels are built, their memory is reserved."""
+        sizes = {min(2**power, limits.max_step_tokens) for power in range(1, limits.max_step_tokens.bit_length() + 1)}
+        for size in sorted(sizes, reverse=True):
+            longest = min(size, limits.max_model_len - 1)
+            if size <= longest * limits.slots:
+                self._step(self._metadata.refresh_mixed_metadata(_padding_plan(size, longest)))
+
+    @torch.inference_mode()
+    def graph_memory(self) -> int:
+        """Bytes of device memory that `capture` will take."""
+        return self._ladder.memory(self._padding, self._step) if self._ladder else 0
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[str, float | None], None]) -> None:
+        """Record the decode step for every size of the ladder. The addresses of the caches are recorded with it."""
         if self._ladder:
             self._ladder.capture(self._padding, self._step, lambda done: progress("capturing CUDA graphs", done))
 
     def _padding(self, bs: int) -> StepInputs:
         """Inputs of a decode step of padding rows alone."""
         return self._metadata.refresh_decode_metadata(bs, 0, np.empty(0, np.int32), for_graph_replay=True)
+
+
+def _padding_plan(tokens: int, longest: int, decoding: int = 0) -> StepPlan:
+    """A mixed step of the null slot alone: `tokens` of prompts, in rows of at most `longest`."""
+    rows = [min(longest, tokens - start) for start in range(0, tokens, longest)]
+    spans = tuple(PrefillSpan(NULL_SLOT, 0, np.zeros(row, np.int32), samples=False) for row in rows)
+    return StepPlan(0, (), np.empty((0, 3), np.int32), np.full(decoding, NULL_SLOT, np.int32), spans)
 
 
 class _Arrival:

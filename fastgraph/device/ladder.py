@@ -31,6 +31,31 @@ class Rung:
     outputs: SamplerOutput  # where each replay writes; the next one writes there again
 
 
+class _Recorder:
+    """Records graphs on a stream of its own, into one memory pool."""
+
+    def __init__(self, prepare: Callable[[int], StepInputs], step: Callable[[StepInputs], SamplerOutput]) -> None:
+        self._prepare, self._step = prepare, step
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def record(self, size: int) -> Rung:
+        inputs = self._prepare(size)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._step(inputs)  # what allocates or compiles lazily does so now, not under capture
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            outputs = self._step(inputs)
+        return Rung(graph, outputs)
+
+
+def _free_memory() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
 class CaptureLadder:
     """Graphs that share one memory pool. Replaying them is all the host does for a decode step."""
 
@@ -53,25 +78,29 @@ class CaptureLadder:
 
         `prepare` is not recorded: a replay must find the inputs as they were refreshed for it.
         """
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
+        recorder = _Recorder(prepare, step)
         # The collector must not free tensors of an earlier capture in the midst of a later one.
         gc.collect()
         gc.freeze()
         try:
             for done, size in enumerate(reversed(self.sizes), start=1):
-                inputs = prepare(size)
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    step(inputs)  # what allocates or compiles lazily does so now, not under capture
-                torch.cuda.current_stream().wait_stream(stream)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
-                    outputs = step(inputs)
-                self._rungs[size] = Rung(graph, outputs)
+                self._rungs[size] = recorder.record(size)
                 progress(done / len(self.sizes))
         finally:
             gc.unfreeze()
+
+    def memory(self, prepare: Callable[[int], StepInputs], step: Callable[[StepInputs], SamplerOutput]) -> int:
+        """Bytes of device memory that `capture` will take, from recording the two largest sizes and dropping them.
+
+        The largest brings the pool that all share; a further one shows what a graph takes for itself.
+        """
+        recorder = _Recorder(prepare, step)
+        free = [_free_memory()]
+        rungs = []
+        for size in self.sizes[:-3:-1]:
+            rungs.append(recorder.record(size))
+            free.append(_free_memory())
+        return free[0] - free[1] + (free[-2] - free[-1]) * (len(self.sizes) - 1)
 
     def replay(self, size: int) -> SamplerOutput:
         """Run a captured step on what its static inputs hold now. Copy the outputs out before the next replay."""

@@ -25,7 +25,7 @@ class Model(Protocol):
         """-> x [tokens, hidden], and whatever every block needs besides (the rotary's cos and sin)."""
 
     def head(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> logits [rows, vocab] float32."""
+        """[rows, hidden] -> logits [rows, vocab]."""
 
 
 def begin(model: Model, inputs: StepInputs, state: SlotState) -> tuple[Batch, Tensor, Any]:
@@ -65,9 +65,7 @@ def end(model: Model, x: Tensor, inputs: StepInputs, state: SlotState, vocab: in
     return out
 
 
-def run(
-    model: Model, caches: Sequence[LayerCache], inputs: StepInputs, state: SlotState, vocab: int
-) -> SamplerOutput:
+def run(model: Model, caches: Sequence[LayerCache], inputs: StepInputs, state: SlotState, vocab: int) -> SamplerOutput:
     """The whole step."""
     batch, x, shared = begin(model, inputs, state)
     for block, cache in zip(model.layers, caches, strict=True):
