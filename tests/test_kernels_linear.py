@@ -39,7 +39,7 @@ def test_a_linear_with_everything_folded_in_equals_the_separate_steps(flags: tup
         assert out.dtype == DTYPE
         assert all(t is None or torch.equal(t, old) for t, old in zip((*args[:4], residual), before, strict=True))
         if residual is not None:
-            assert linears.linear(*args, gated, residual, residual) is residual
+            assert linears.linear(*args, gated, residual, out=residual) is residual
             assert error(residual, answer) < TOLERANCE
 
 
@@ -49,7 +49,7 @@ def test_tiles_and_splits_of_the_inputs_add_up_to_the_whole(biased: bool, gated:
     for rows, splits in product((3, 20), (1,) if gated else (1, 2, 4)):
         args, _, residual, answer = problem(rows, n, k, (biased, False, gated, added))
         plan = linears.TilePlan(16, 64 if HAS_GPU else 16, 32, splits, 4, 3)
-        out = linears._tiled(*args[:3], gated, residual, None, plan)
+        out = linears._tiled(*args[:3], gated, residual, "silu", None, plan)
         assert error(out, answer) < TOLERANCE
     assert not launch.counters(DEVICE).any()  # ready for the next launch
 
@@ -79,9 +79,31 @@ def test_rms_norm_with_and_without_a_residual(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [7, 1024, 1500])
-def test_silu_mul(width: int) -> None:
-    x = randn(3, 2 * width)
-    assert error(norms.silu_mul(x), norms.silu_mul_reference(x.double())) < TOLERANCE
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gate_mul(width: int, activation: str) -> None:
+    x = randn(3, 2 * width, scale=3.0)
+    assert error(norms.gate_mul(x, activation), norms.gate_mul_reference(x.double(), activation)) < TOLERANCE
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_layer_gated_by_gelu(rows: int) -> None:
+    for shape in ((33, 40), (72, 160)):
+        (x, weight, *_), *_ = problem(rows, *shape, (False, False, True, False))
+        answer = linears.linear_reference(x.double(), weight.double(), gated=True, activation="gelu")
+        assert error(linears.linear(x, weight, gated=True, activation="gelu"), answer) < TOLERANCE
+        if rows > 1:
+            plan = linears.TilePlan(16, 64 if HAS_GPU else 16, 32, 1, 4, 3)
+            assert error(linears._tiled(x, weight, None, True, None, "gelu", None, plan), answer) < TOLERANCE
+
+
+def test_a_float32_norm_is_applied_before_rounding() -> None:
+    x, weight = randn(4, 256).half(), 1 + 0.1 * torch.randn(256, device=DEVICE)
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    want = (wide * weight).half()
+    for got in (norms.rms_norm(x, weight, 1e-6), norms.rms_norm_reference(x, weight, 1e-6)):
+        assert got.dtype == torch.float16
+        torch.testing.assert_close(got, want, rtol=2**-10, atol=0)  # a last bit may round the other way
+        assert (got == want).float().mean() > 0.99
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
 """Linear layers of a decode step: each weight is read once, near the speed of memory, with the norm before it and the
-SwiGLU or the residual after it folded in.
+gate or the residual after it folded in.
 
 One row: a matrix-vector kernel whose programs hold whole rows of the weight in registers, loaded before they wait for
 their input. A few rows: a tensor-core product whose tiles are as narrow as the batch. Many: cuBLAS.
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastgraph.kernels.launch import can_overlap, counters, gdc_launch_dependents, gdc_wait, multiprocessors, prefetch
-from fastgraph.kernels.norm import rms_norm, rms_norm_reference, silu_mul, silu_mul_reference
+from fastgraph.kernels.norm import activate, gate_mul, gate_mul_reference, rms_norm, rms_norm_reference
 
 _SMALL = 1 << 24  # weights; how many decides between the plans, as measured on an H200 for models of 0.6B to 8B
 
@@ -30,9 +30,10 @@ def linear(
     eps: float = 0.0,
     gated: bool = False,
     residual: Tensor | None = None,
+    activation: str = "silu",
     out: Tensor | None = None,
 ) -> Tensor:
-    """x @ weight.T + bias, of the RMS-normed x if `norm` is given; then silu(gate) * up if `gated`; then + residual.
+    """x @ weight.T + bias, of the RMS-normed x if `norm` is given; then act(gate) * up if `gated`; then + residual.
 
     x: [rows, k]; weight: [n, k] contiguous, or [2 * n, k] if gated, gate first; bias: as many as the weight has rows;
     norm: [k], with `eps`; residual: [rows, n]. Returns [rows, n], in `out` if given, which may be the residual itself.
@@ -41,19 +42,19 @@ def linear(
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
     if rows == 1 or (rows == 2 and weight.numel() <= _SMALL // 2):
-        return _vector(x, weight, bias, norm, eps, gated, residual, out, vector_plan(n, k, gated))
+        return _vector(x, weight, bias, norm, eps, gated, residual, activation, out, vector_plan(n, k, gated))
     if norm is not None:
         x = rms_norm(x, norm, eps)
     # float32 is for comparing, not for speed, and tensor cores would round it.
     tiles = x.element_size() == 2 and k % 8 == 0 and can_overlap(x.device)
     if tiles and rows <= most_tiled_rows(n, k, gated):
         plan = tile_plan(rows, n, k, gated, multiprocessors(x.device))
-        return _tiled(x, weight, bias, gated, residual, out, plan)
+        return _tiled(x, weight, bias, gated, residual, activation, out, plan)
     if residual is not None and bias is None and not gated:
         # Into the residual itself, cuBLAS adds without a copy.
         return residual.addmm_(x, weight.t()) if out is residual else torch.addmm(residual, x, weight.t(), out=out)
     y = F.linear(x, weight, bias)
-    y = silu_mul(y) if gated else y
+    y = gate_mul(y, activation) if gated else y
     y = y if residual is None else residual + y
     return y if out is None else out.copy_(y)
 
@@ -66,10 +67,11 @@ def linear_reference(
     eps: float = 0.0,
     gated: bool = False,
     residual: Tensor | None = None,
+    activation: str = "silu",
 ) -> Tensor:
     """The same in plain PyTorch."""
     y = F.linear(x if norm is None else rms_norm_reference(x, norm, eps), weight, bias)
-    y = silu_mul_reference(y) if gated else y
+    y = gate_mul_reference(y, activation) if gated else y
     return y if residual is None else residual + y
 
 
@@ -97,6 +99,7 @@ def _vector(
     eps: float,
     gated: bool,
     residual: Tensor | None,
+    activation: str,
     out: Tensor | None,
     plan: VectorPlan,
 ) -> Tensor:
@@ -119,6 +122,7 @@ def _vector(
         triton.next_power_of_2(k),
         norm is not None,
         gated,
+        activation == "gelu",
         bias is not None,
         residual is not None,
         overlap,
@@ -149,6 +153,7 @@ def _vector_kernel(
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     BIAS: tl.constexpr,
     ADDS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -180,7 +185,7 @@ def _vector_kernel(
             y += tl.load(bias_ptr + at, mask=row < N, other=0.0).to(tl.float32)
         if GATED:
             gate, up = tl.split(tl.trans(tl.reshape(y, (2, BLOCK))))
-            y = gate * tl.sigmoid(gate) * up
+            y = activate(gate, GELU) * up
         if ADDS:
             y += tl.load(residual_ptr + m * N + n, mask=n < N, other=0.0).to(tl.float32)
         tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
@@ -227,6 +232,7 @@ def _tiled(
     bias: Tensor | None,
     gated: bool,
     residual: Tensor | None,
+    activation: str,
     out: Tensor | None,
     plan: TilePlan,
 ) -> Tensor:
@@ -255,6 +261,7 @@ def _tiled(
         plan.splits,
         plan.stages,
         gated,
+        activation == "gelu",
         bias is not None,
         residual is not None,
         overlap,
@@ -283,6 +290,7 @@ def _tiled_kernel(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     BIAS: tl.constexpr,
     ADDS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -331,7 +339,7 @@ def _tiled_kernel(
         if GATED:
             if BIAS:
                 up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-            y = y * tl.sigmoid(y) * up
+            y = activate(y, GELU) * up
         m = m0 + tl.arange(0, ROWS)
         at = m.to(tl.int64)[None, :] * N + n[:, None]
         ok = in_n & (m < M)[None, :]

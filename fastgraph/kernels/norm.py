@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual addition before it, and SwiGLU's activation: one pass over memory each."""
+"""RMSNorm, with the residual addition before it, and the activation of gated layers: one pass over memory each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """Root-mean-square norm (arXiv:1910.07467) of x, or of x + residual, which then becomes the new residual.
 
     x, residual: [rows, width] contiguous, residual changed in place; weight: [width]. Returns [rows, width]. Computed
-    in float32, rounded before the weight is applied as in Hugging Face's LlamaRMSNorm.
+    in float32, rounded to the weight's dtype before that is applied: as in Hugging Face's LlamaRMSNorm, or, where the
+    weight is float32, Gemma3RMSNorm.
     """
     rows, width = x.shape
     y = torch.empty_like(x)
@@ -32,7 +33,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor |
     if residual is not None:
         x = residual.add_(x)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(weight.dtype)).to(x.dtype)
 
 
 @triton.jit
@@ -60,27 +61,39 @@ def _rms_norm(
         tl.store(residual_ptr + at, x, mask=inside)
     wide = x.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / width + eps)
-    tl.store(y_ptr + at, wide.to(x.dtype) * weight, mask=inside)
+    tl.store(y_ptr + at, wide.to(weight.dtype) * weight, mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (arXiv:2002.05202). gate_up: [rows, 2 * width] contiguous, gate first. Returns [rows, width]."""
+def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """act(gate) * up (arXiv:2002.05202). gate_up: [rows, 2 * width] contiguous, gate first. Returns [rows, width].
+
+    activation: "silu", or "gelu" for its tanh approximation (arXiv:1606.08415).
+    """
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, width)
     overlap = can_overlap(gate_up.device)
     grid = (rows, triton.cdiv(width, 1024))
-    _silu_mul[grid](gate_up, y, width, 1024, overlap, num_warps=4, launch_pdl=overlap)
+    _gate_mul[grid](gate_up, y, width, 1024, activation == "gelu", overlap, num_warps=4, launch_pdl=overlap)
     return y
 
 
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
+def gate_mul_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """The same in plain PyTorch."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (F.gelu(gate, approximate="tanh") if activation == "gelu" else F.silu(gate)) * up
 
 
 @triton.jit
-def _silu_mul(x_ptr, y_ptr, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def activate(gate, GELU: tl.constexpr):
+    """The gate's activation, in float32. With tanh(z) = 2 * sigmoid(2 * z) - 1, GELU is a sigmoid's product too."""
+    z = gate
+    if GELU:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+    return gate * tl.sigmoid(z)
+
+
+@triton.jit
+def _gate_mul(x_ptr, y_ptr, width, BLOCK: tl.constexpr, GELU: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -89,4 +102,4 @@ def _silu_mul(x_ptr, y_ptr, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     inside = i < width
     gate = tl.load(x_ptr + row * 2 * width + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * width + width + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * width + i, gate * tl.sigmoid(gate) * up, mask=inside)
+    tl.store(y_ptr + row * width + i, activate(gate, GELU) * up, mask=inside)

@@ -112,8 +112,10 @@ def norm_and_rotate(
     if NORM:
         wide = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + eps)[:, None]
-        x = (wide * scale).to(dtype) * tl.load(norm_ptr + d)[None, :]
-        partner = (partner.to(tl.float32) * scale).to(dtype) * tl.load(norm_ptr + partner_of(d, HALF))[None, :]
+        weight = tl.load(norm_ptr + d)[None, :]
+        other = tl.load(norm_ptr + partner_of(d, HALF))[None, :]
+        x = ((wide * scale).to(weight.dtype) * weight).to(dtype)
+        partner = ((partner.to(tl.float32) * scale).to(weight.dtype) * other).to(dtype)
     return (x.to(tl.float32) * cos + partner.to(tl.float32) * sin).to(dtype)
 
 
