@@ -122,6 +122,18 @@ def env(
         show(found)
 
 
+@app.command()
+@takes(ENGINE)
+def kernels(
+    engine: EngineConfig,
+    explain: Annotated[bool, typer.Option("--explain", help="Say of each why it serves or not.")] = False,
+) -> None:
+    """Which implementation of each op serves: of a model if one is named, else of one like Llama 3.1 8B."""
+    from fastgraph.env import show_kernels
+
+    show_kernels(engine, explain)
+
+
 bench = typer.Typer(help="Measure speed, with its spread and its share of what this machine could do.")
 app.add_typer(bench, name="bench", no_args_is_help=True)
 

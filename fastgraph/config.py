@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fastgraph.errors import ConfigError, RequestError
@@ -44,6 +45,9 @@ class EngineConfig:
     page_size: int = 16  # tokens a page holds
     kv_pages: int | None = None  # None: sized from the memory that is free once the weights are loaded
     in_flight_depth: int | None = None  # steps submitted before the oldest is read
+    kernels: Mapping[str, str] = field(default_factory=dict)  # op -> the implementation to take, whatever is faster
+
+    trace: str | None = None  # a file to write the scheduler's decisions to
 
     def __post_init__(self) -> None:
         choices = {"device": Device, "dtype": DType, "compile": CompileMode, "load_format": LoadFormat}
@@ -55,6 +59,13 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
         if self.in_flight_depth is not None and (not _is_int(self.in_flight_depth) or self.in_flight_depth < 0):
             raise ConfigError(f"in_flight_depth must be 0 or more, not {self.in_flight_depth!r}")
+        if not isinstance(self.kernels, Mapping) or not all(
+            isinstance(i, str) for p in self.kernels.items() for i in p
+        ):
+            raise ConfigError(f"kernels maps ops to names of implementations, and is not {self.kernels!r}")
+        # The trace is opened when the engine stands, which is late to learn that it cannot be.
+        if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
+            raise ConfigError(f"there is no folder to write the trace {self.trace} to")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import platform
@@ -92,6 +91,42 @@ def show(found: Report) -> None:
         console.print(Text.assemble((f"missing: {gap['what']}", "yellow"), f", for {gap['for']}. {gap['command']}"))
 
 
+def show_kernels(config: EngineConfig, explain: bool) -> None:
+    """Print who serves each op of a model; with `explain`, every implementation, and why it serves or not."""
+    from fastgraph.device.builder import settle_device, settle_dtype
+    from fastgraph.kernels import registry
+    from fastgraph.kernels.probe import signature_of
+    from fastgraph.loading.checkpoint import open_checkpoint
+    from fastgraph.terminal import Loading
+
+    device = settle_device(config)
+    dtype = settle_dtype(config, device)
+    name = str(dtype).removeprefix("torch.")
+    if config.model is None:
+        signature, of = registry.typical(device.type, name), "a model like Llama 3.1 8B"
+    else:
+        with Loading() as loading:
+            checkpoint = open_checkpoint(
+                config.model,
+                dtype=name,
+                revision=config.revision,
+                token=config.token,
+                offline=config.offline,
+                weights=False,
+                progress=loading.tell,
+            )
+        signature, of = signature_of(checkpoint.config, device.type, dtype, config.page_size), checkpoint.name
+    choices = registry.choose(signature, config.kernels)
+    print(f"{of} on a {device.type}: {signature}")
+    for op in registry.OPS.values():
+        choice = choices.get(op.name)
+        print(f"{op.name:18}{choice.who() if choice else 'compiled with the rest of the step: no choice here'}")
+        if choice and explain:
+            print(f"  {op.does}")
+            for implementation, reason in choice.verdicts():
+                print(f"    {implementation.name:14}{reason}")
+
+
 def _version(distribution: str) -> str | None:
     try:
         return version(distribution)
@@ -111,6 +146,7 @@ def _torch() -> Report:
 
     config = EngineConfig()
     device = settle_device(config)
+    dtype = str(settle_dtype(config, device)).removeprefix("torch.")
     gpus = []
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(number)
@@ -132,24 +168,17 @@ def _torch() -> Report:
         },
         "gpus": gpus,
         "device": device.type,
-        "dtype": str(settle_dtype(config, device)).removeprefix("torch."),
+        "dtype": dtype,
         "compile": settle_compile(config, device),
-        "kernels": _kernels(device.type),
+        "kernels": _kernels(device.type, dtype),
     }
 
 
-def _kernels(device: str) -> dict[str, str]:
-    """Which implementation of each op of fastgraph's own serves on a device, as torch's dispatcher has it."""
-    import torch
+def _kernels(device: str, dtype: str) -> dict[str, str]:
+    """Which implementation of each op serves a common model on a device."""
+    from fastgraph.kernels import registry
 
-    importlib.import_module("fastgraph.ops")  # importing the ops registers them
-    importlib.import_module("fastgraph.kernels.sampling")
-    serving = {}
-    for op in sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastgraph::")):
-        own = torch._C._dispatch_has_kernel_for_dispatch_key(op, device.upper())
-        name = op.removeprefix("fastgraph::").replace("_", " ")
-        serving[name] = f"a kernel for {device}" if own else "the reference in plain PyTorch operations"
-    return serving
+    return {op: choice.who() for op, choice in registry.choose(registry.typical(device, dtype), {}).items()}
 
 
 def _cpu_name() -> str:

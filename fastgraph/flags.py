@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -29,6 +29,8 @@ _ENGINE_HELP = {
     "page_size": "Tokens a page of KV holds.",
     "kv_pages": "Pages of KV; sized from free memory if left out.",
     "in_flight_depth": "Steps submitted before the oldest is read.",
+    "kernels": "OP=NAME, the kernel an op takes; may be repeated. `fastgraph kernels` lists them.",
+    "trace": "Write the scheduler\'s decisions to this file, for `fastgraph replay`.",
 }
 
 _SAMPLING_HELP = {
@@ -51,6 +53,7 @@ _SAMPLING_HELP = {
     "top_logprobs": "And of so many alternatives.",
 }
 
+_SINGULAR = {"kernels": "kernel"}  # a flag that is repeated names one at a time
 _CHAT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "stop")
 
 
@@ -89,7 +92,7 @@ def takes(*groups: FlagGroup) -> Callable[[Callable[..., None]], Callable[..., N
 
 
 def _flag(name: str, annotation: Any, default: Any, help: str, panel: str) -> inspect.Parameter:
-    names = ["--" + name.replace("_", "-"), *(["-m"] if name == "model" else [])]
+    names = ["--" + _SINGULAR.get(name, name).replace("_", "-"), *(["-m"] if name == "model" else [])]
     option = typer.Option(*names, help=help, rich_help_panel=panel, show_default=default not in (None, "auto", False))
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, option]
@@ -97,9 +100,17 @@ def _flag(name: str, annotation: Any, default: Any, help: str, panel: str) -> in
 
 
 def _engine_flags() -> list[inspect.Parameter]:
-    hints = get_type_hints(EngineConfig)
-    helped = [(f, _ENGINE_HELP.get(f.name, "")) for f in fields(EngineConfig)]
-    return [_flag(f.name, hints[f.name], f.default, help, "Engine") for f, help in helped]
+    hints = get_type_hints(EngineConfig) | {"kernels": list[str] | None}
+    defaults = {f.name: None if f.default is MISSING else f.default for f in fields(EngineConfig)}
+    return [_flag(name, hints[name], value, _ENGINE_HELP.get(name, ""), "Engine") for name, value in defaults.items()]
+
+
+def _engine(values: dict[str, Any]) -> EngineConfig:
+    pairs = [text.partition("=") for text in values.pop("kernels") or ()]
+    wrong = [op for op, _, name in pairs if not op or not name]
+    if wrong:
+        raise ConfigError(f"a kernel is chosen by OP=NAME, like decode_attention=triton, not {wrong[0]!r}")
+    return EngineConfig(**values, kernels={op: name for op, _, name in pairs})
 
 
 def _sampling_flags(names: Sequence[str]) -> list[inspect.Parameter]:
@@ -133,6 +144,6 @@ def _bias(text: str) -> tuple[int, float]:
         raise RequestError(f"a logit bias is written ID=BIAS, like 42=-100, not {text!r}") from error
 
 
-ENGINE = FlagGroup("engine", _engine_flags(), lambda values: EngineConfig(**values))
+ENGINE = FlagGroup("engine", _engine_flags(), _engine)
 SAMPLING = FlagGroup("sampling", _sampling_flags(tuple(_SAMPLING_HELP)), _sampling)
 CHAT_SAMPLING = FlagGroup("sampling", _sampling_flags(_CHAT), _sampling)

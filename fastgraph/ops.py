@@ -6,7 +6,7 @@ them on to `attention`.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from fastgraph.kernels import attention as _attention
 from fastgraph.kernels import cuda
 from fastgraph.rope import Rope, rope_parameters
 
-__all__ = ["Batch", "LayerCache", "Rope", "attention", "linear", "rms_norm", "rope_parameters", "rotary", "silu_mul"]
+__all__ = ["Batch", "LayerCache", "Rope", "attention", "gate_mul", "linear", "rms_norm", "rope_parameters", "rotary"]
+
+Activation = Literal["silu", "gelu"]
 
 
 class LayerCache(NamedTuple):
@@ -54,10 +56,14 @@ class Norm(Protocol):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, computed in float32 (arXiv:1910.07467). Same shape and dtype as x."""
+    """Root-mean-square norm over the last axis, computed in float32 (arXiv:1910.07467). Same shape and dtype as x.
+
+    What comes of it is rounded to the weight's dtype before it is multiplied with the weight: Llama's way where that is
+    the dtype of x, Gemma's where it is float32.
+    """
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
+    return (weight * y.to(weight.dtype)).to(x.dtype)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -71,10 +77,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU's activation, silu(gate) * up (arXiv:2002.05202). [tokens, 2 * width] -> [tokens, width]."""
+def gate_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """SwiGLU's or GeGLU's activation, act(gate) * up (arXiv:2002.05202). [tokens, 2 * width] -> [tokens, width].
+
+    "gelu" is its tanh approximation (arXiv:1606.08415).
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def linear(
@@ -83,19 +92,21 @@ def linear(
     *,
     norm: Norm | None = None,
     gated: bool = False,
+    activation: Activation = "silu",
     residual: Tensor | None = None,
 ) -> Tensor:
     """A linear layer with what stands around it: the norm of its input, SwiGLU on its output, the residual's addition.
 
-    x: [tokens, in] -> [tokens, out]. `gated`: the layer's first half of outputs is the gate, and half as many come out.
-    A tied head gives its embedding as the layer. On a GPU this is one kernel for a small batch.
+    x: [tokens, in] -> [tokens, out]. `gated`: the layer's first half of outputs is the gate, half as many come out, and
+    `activation` is the gate's. A tied head gives its embedding as the layer. On a GPU this is one kernel for a small
+    batch.
     """
     bias = layer.bias if isinstance(layer, nn.Linear) else None
     if _has_kernels(x):
         scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return cuda.linear(x, layer.weight, bias, scale, eps, gated, residual)
+        return cuda.linear(x, layer.weight, bias, scale, eps, gated, residual, activation)
     y = F.linear(x if norm is None else rms_norm(x, norm.weight, norm.eps), layer.weight, bias)
-    y = silu_mul(y) if gated else y
+    y = gate_mul(y, activation) if gated else y
     return y if residual is None else residual + y
 
 
@@ -117,21 +128,18 @@ def attention(
     `window` > 0 lets a token see only itself and the `window - 1` before it. `rope` is cos and sin as in `rotary`;
     `norms` are those of each head of q and of k, before it. Without them q and k are taken as they come.
     """
-    rows = (batch.page_table, batch.lengths, batch.slots, batch.query_start)
-    if _has_kernels(q):
-        cos, sin = rope or (None, None)
-        scales = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else (None, None, 0.0)
-        where = (cache.k, cache.v, *rows, batch.positions, batch.token_slots)
-        return cuda.rotate_and_attend(q, k, v, cos, sin, *scales, *where, scale, window)
-    if norms:
-        q, k = (rms_norm(x, norm.weight, norm.eps) for x, norm in zip((q, k), norms, strict=True))
-    if rope:
-        q, k = rotary(q, *rope), rotary(k, *rope)
-    out = torch.empty_like(q)
-    _attention.attend(q, k, v, cache.k, cache.v, *rows, out, scale, window)
-    return out
+    if rope is None or not _has_kernels(q):  # a CPU's compiler fuses them
+        if norms:
+            q, k = (rms_norm(x, norm.weight, norm.eps) for x, norm in zip((q, k), norms, strict=True))
+        if rope:
+            q, k = rotary(q, *rope), rotary(k, *rope)
+        norms = rope = None
+    cos, sin = rope or (None, None)
+    scales = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else (None, None, 0.0)
+    rows = (batch.page_table, batch.lengths, batch.slots, batch.query_start, batch.positions, batch.token_slots)
+    return _attention.attention(q, k, v, cos, sin, *scales, cache.k, cache.v, *rows, scale, window)
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Whether x is where the fused kernels run. The compiler knows the answer when it traces."""
-    return x.is_cuda
+    """Whether x is where the fused kernels run, or stands for it. The compiler knows the answer when it traces."""
+    return x.device.type != "cpu"

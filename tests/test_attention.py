@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastgraph.kernels.attention import attend
+from fastgraph.kernels.attention import attention
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +29,18 @@ class Row:
 
 @dataclass
 class Problem:
-    """The op's arguments, and each row's whole keys and values [past + count, kv_heads, head_dim]."""
+    """q, k, v and `Pages`, and each row's whole keys and values [past + count, kv_heads, head_dim]."""
 
     rows: list[Row]
     args: list[Tensor]
     history: list[tuple[Tensor, Tensor]]
 
-    @property
-    def out(self) -> Tensor:
-        return self.args[9]
+    def all(self, scale: float, window: int) -> tuple:
+        """The op's arguments: q and k come rotated."""
+        return (*self.args[:3], None, None, None, None, 0.0, *self.args[3:], scale, window)
 
     def attend(self, scale: float, window: int) -> Tensor:
-        attend(*self.args, scale, window)
-        return self.out
+        return attention(*self.all(scale, window))
 
 
 def make(
@@ -82,9 +81,10 @@ def make(
         new_v.append(values[row.past :])
         history.append((keys, values))
     q = randn(starts[-1], heads, head_dim)
-    where = [torch.tensor([row.slot for row in rows]), torch.tensor(starts)]
-    out = torch.full_like(q, math.nan)
-    args = [q, torch.cat(new_k), torch.cat(new_v), k_cache, v_cache, table, lengths, *(t.int() for t in where), out]
+    places = [row.past + i for row in rows for i in range(row.count)]
+    token_slots = [row.slot for row in rows for _ in range(row.count)]
+    where = [torch.tensor(x, dtype=torch.int32) for x in ([row.slot for row in rows], starts, places, token_slots)]
+    args = [q, torch.cat(new_k), torch.cat(new_v), k_cache, v_cache, table, lengths, *where]
     return Problem(rows, args, history)
 
 
@@ -231,5 +231,4 @@ def test_the_op_is_what_it_tells_the_compiler(name: str) -> None:
     problem = make(BATCHES[name])
     for cache in problem.args[3:5]:
         cache.nan_to_num_(0.0)
-    problem.out.zero_()
-    torch.library.opcheck(torch.ops.fastgraph.paged_attention.default, (*problem.args, 0.3, 0))
+    torch.library.opcheck(attention, problem.all(0.3, 0))

@@ -135,10 +135,10 @@ def test_the_caches_are_written_in_place_and_never_copied(model: llama.Model) ->
     calls = [
         node
         for node in ast.walk(ast.parse(code))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("paged_attention.default")
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("fastgraph.attention.default")
     ]
     assert len(calls) == CONFIG.layers
     for call in calls:
-        caches = [ast.unparse(argument) for argument in call.args[3:5]]
+        caches = [ast.unparse(argument) for argument in call.args[8:10]]
         assert all(re.fullmatch(r"arg\d+_1", name) for name in caches), caches  # the graph's own inputs
     assert not re.findall(rf"empty_strided\w*\(\({pages},|clone|copy_\(arg", code)

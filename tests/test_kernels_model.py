@@ -11,7 +11,7 @@ from paged import Paged, Piece, copy_weights
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from fastgraph import models, ops
-from fastgraph.kernels import cuda
+from fastgraph.kernels import cuda, registry
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -37,9 +37,10 @@ VARIANTS: dict[str, PretrainedConfig] = {
 def on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of a GPU's tensors wherever they are."""
     load("linear")  # skips where there is no Triton
+    kernels = {i.op: i.load() for op in registry.OPS for i in registry.implementations(op) if i.name == "triton"}
+    monkeypatch.setattr(registry, "serving", lambda device: kernels)
     monkeypatch.setattr(ops, "_has_kernels", lambda x: True)
     monkeypatch.setattr(cuda, "linear", cuda._linear)
-    monkeypatch.setattr(cuda, "rotate_and_attend", cuda._rotate_and_attend)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

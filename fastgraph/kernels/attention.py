@@ -1,52 +1,94 @@
-"""The one attention op. A compiled graph sees it as a black box; what runs inside is chosen by the device."""
+"""The one attention op. A compiled graph sees it as a black box; what runs inside was chosen when the engine started.
+
+It is opaque because the kernel depends on the real batch: decode steps have one of their own.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastgraph.kernels.reference import attend_reference
+from fastgraph.kernels import registry
 
 # A plain library op rather than `torch.library.custom_op`, whose wrapper costs 45 µs a call on a CPU, in every layer.
 _LIBRARY = torch.library.Library("fastgraph", "FRAGMENT")
 _LIBRARY.define(
-    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, "
-    "Tensor lengths, Tensor slots, Tensor query_start, Tensor(c!) out, float scale, int window) -> ()"
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, float eps, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor lengths, Tensor slots, Tensor query_start, "
+    "Tensor positions, Tensor token_slots, float scale, int window) -> Tensor"
 )
 
+attention = torch.ops.fastgraph.attention.default
 
-def attend(
+
+class Turn(NamedTuple):
+    """What is done to q and k before anything else: RMSNorm of each head (Qwen3), rotation (arXiv:2104.09864)."""
+
+    cos: Tensor | None  # [tokens, rotary_dim / 2] float32; None where q and k come rotated
+    sin: Tensor | None
+    q_norm: Tensor | None  # [head_dim], or None
+    k_norm: Tensor | None
+    eps: float
+
+
+class Pages(NamedTuple):
+    """Where a step's keys and values go, and those before them are.
+
+    Row r owns tokens [query_start[r], query_start[r + 1]), which stand at positions lengths[slots[r]] and on. Slot 0
+    and page 0 belong to padding rows: any number of rows may name slot 0, whose length stays 0, and nobody reads what
+    they write.
+    """
+
+    k_cache: Tensor  # [pages, page_size, kv_heads, head_dim]; cells that were never written may hold NaN
+    v_cache: Tensor
+    page_table: Tensor  # [slots, pages_per_slot] int32
+    lengths: Tensor  # [slots] int32, tokens whose KV was there before this step
+    slots: Tensor  # [rows] int32
+    query_start: Tensor  # [rows + 1] int32
+    positions: Tensor  # [tokens] int32, of each token in its sequence
+    token_slots: Tensor  # [tokens] int32
+
+
+def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
     lengths: Tensor,
     slots: Tensor,
     query_start: Tensor,
-    out: Tensor,
+    positions: Tensor,
+    token_slots: Tensor,
     scale: float,
     window: int,
-) -> None:
-    """Write the step's keys and values into the pages, then attend causally over all that each row has there.
+) -> Tensor:
+    """Norm and rotate q and k, write k and v into the pages, attend causally over all that each row has there.
 
-    q, out: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], heads a multiple of kv_heads.
-    k_cache, v_cache: [pages, page_size, kv_heads, head_dim]; cells that were never written may hold NaN.
-    page_table: [slots, pages_per_slot] int32; lengths: [slots] int32, tokens whose KV was there before this step.
-    slots: [rows] int32; query_start: [rows + 1] int32: row r owns tokens [query_start[r], query_start[r + 1]), which
-    stand at positions lengths[slots[r]] and on. Slot 0 and page 0 belong to padding rows: any number of rows may name
-    slot 0, whose length stays 0, and nobody reads what they write.
-    `window` > 0 lets a token see only itself and the `window - 1` before it.
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], heads a multiple of kv_heads. The rest as in
+    `Turn` and `Pages`. `window` > 0 lets a token see only itself and the `window - 1` before it.
+    Returns [tokens, heads, head_dim].
     """
-    torch.ops.fastgraph.paged_attention.default(
-        q, k, v, k_cache, v_cache, page_table, lengths, slots, query_start, out, scale, window
-    )
+    turn = Turn(cos, sin, q_norm, k_norm, eps)
+    pages = Pages(k_cache, v_cache, page_table, lengths, slots, query_start, positions, token_slots)
+    op = "decode_attention" if len(q) == len(slots) else "prefill_attention"  # one token a row, or chunks too
+    return registry.serving(q.device.type)[op](q, k, v, turn, pages, scale, window)
 
 
-_LIBRARY.impl("paged_attention", attend_reference, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("fastgraph::paged_attention", lib=_LIBRARY)
-def _fake(*_: object) -> None:
-    """Everything it makes, it writes into its arguments."""
+@torch.library.register_fake("fastgraph::attention", lib=_LIBRARY)
+def _(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None, *rest: Any
+) -> Tensor:
+    registry.ask(rope=cos is not None, norms=q_norm is not None, window=rest[-1] > 0)
+    return torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastgraph.kernels import registry
+
 _BANNED = -torch.inf
 
 # Noise lies within -log(24 log 2) = -2.82 and 24 log 2 = 16.64, so a token this far below the likeliest never wins.
@@ -78,14 +80,15 @@ def sample(logits: Tensor, slots: Tensor, state: SamplerState, vocab_limit: int,
 def _sample(logits: Tensor, slots: Tensor, vocab_limit: int, *tensors: Tensor) -> None:
     state = SamplerState(*tensors[: len(SamplerState._fields)])
     out = SamplerOutput(*tensors[len(SamplerState._fields) :])
-    if logits.is_cuda:
-        from fastgraph.kernels import sampling_triton  # triton, which a CPU may lack
+    registry.serving(logits.device.type)["sample"](logits, slots, vocab_limit, state, out)
 
-        sampling_triton.sample_rows(logits, slots, vocab_limit, state, out)
-        return
+
+def sample_reference(logits: Tensor, slots: Tensor, vocab_limit: int, state: SamplerState, out: SamplerOutput) -> None:
+    """`sample` in plain PyTorch: on a CPU row by row, on a GPU without a question asked of the host, but sorting."""
     for part, unused in zip(out, (0, 0, -1, _BANNED), strict=True):
         part.fill_(unused)
-    _sample_rows(logits[:, :vocab_limit].float(), slots, state, out)
+    run = _sample_batch if logits.is_cuda else _sample_rows
+    run(logits[:, :vocab_limit].float(), slots, state, out)
 
 
 _WRITTEN = tuple(f"out_{name}" for name in SamplerOutput._fields)

@@ -1,0 +1,45 @@
+"""What a model will ask of its kernels, found by running it on tensors that have shapes and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastgraph import models
+from fastgraph.kernels import registry
+from fastgraph.kernels.registry import Signature
+from fastgraph.ops import Batch, LayerCache
+
+_FUSED_ON_CPU = {"rope", "norms"}  # there the compiler, or PyTorch, computes them before attention
+
+
+def signature_of(config: Mapping[str, Any], device: str, dtype: torch.dtype, page_size: int) -> Signature:
+    """The signature of a checkpoint's model. Reads no weights. Raises `ModelError` for a model that cannot be run.
+
+    config: config.json.
+    """
+    module = models.find(config)
+    shape = module.Config.from_hf(config)
+    with torch.inference_mode(), torch.device("meta"), registry.asked() as features:
+        model = module.Model(shape)
+        tokens, row = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        batch = Batch(tokens, tokens, tokens, tokens, row, tokens, row, row[None])
+        page = torch.empty(1, page_size, shape.kv_heads, shape.head_dim)
+        x, shared = model.embed(batch)
+        for layer in model.layers:
+            x = layer(x, shared, LayerCache(page, page), batch)
+    return Signature(
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        page_size=page_size,
+        hidden=shape.hidden,
+        vocab=shape.vocab,
+        layers=shape.layers,
+        features=frozenset(features - (_FUSED_ON_CPU if device == "cpu" else set())),
+        capability=registry.capability(device),
+    )
