@@ -134,6 +134,23 @@ def kernels(
     show_kernels(engine, explain)
 
 
+@app.command()
+def replay(file: Annotated[str, typer.Argument(help="What --trace wrote.")]) -> None:
+    """Run the scheduler again, without a model, on what a trace says it was given: do the same plans come of it?"""
+    from fastgraph.control.trace import replay as run_again
+    from fastgraph.terminal import Loading
+
+    with Loading() as loading:
+        found = run_again(file, tell=lambda share: loading.tell("replaying", share))
+    print(f"{found.requests} requests, {found.aborts} aborts, {found.steps} steps")
+    if not found.whole:
+        print("the trace ends in the midst of a line: its engine was killed")
+    if found.difference is not None:
+        print(found.difference)
+        raise typer.Exit(1)
+    print("every plan is the one in the trace")
+
+
 bench = typer.Typer(help="Measure speed, with its spread and its share of what this machine could do.")
 app.add_typer(bench, name="bench", no_args_is_help=True)
 

@@ -46,7 +46,6 @@ class EngineConfig:
     kv_pages: int | None = None  # None: sized from the memory that is free once the weights are loaded
     in_flight_depth: int | None = None  # steps submitted before the oldest is read
     kernels: Mapping[str, str] = field(default_factory=dict)  # op -> the implementation to take, whatever is faster
-
     trace: str | None = None  # a file to write the scheduler's decisions to
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from fastgraph.config import MAX_STOP_IDS, SamplingParams
-from fastgraph.control.loop import EngineLoop
+from fastgraph.control.loop import EngineLoop, Observer
 from fastgraph.control.plan import Device, Limits
 from fastgraph.control.scheduler import Output, Scheduler, check
 from fastgraph.control.states import FinishReason, Request, Times
@@ -179,7 +179,7 @@ class Engine:
 
             def enter() -> None:
                 self._tickets[request.id] = ticket
-                self._loop.scheduler.submit(request)
+                self._loop.submit(request)
 
             entered = self._loop.call(enter)
         # The engine may end before it takes the command, and then nobody else knows of the ticket.
@@ -194,7 +194,7 @@ class Engine:
 
         def end() -> None:
             for request_id in list(self._tickets) if request_ids is None else request_ids:
-                output = self._loop.scheduler.abort(request_id)
+                output = self._loop.abort(request_id)
                 if output is not None:
                     self._take(output)
 
@@ -218,6 +218,14 @@ class Engine:
             }
 
         return self._loop.call(count).result()
+
+    def observe(self, observer: Observer) -> None:
+        """Tell it, from the next step on, all that the scheduler is given and plans."""
+        self._loop.call(lambda: self._loop.observers.append(observer)).result()
+
+    def ignore(self, observer: Observer) -> None:
+        """Tell it no more."""
+        self._loop.call(lambda: self._loop.observers.remove(observer)).result()
 
     def close(self) -> None:
         """Stop the thread. Requests that are still running fail with `EngineDied`. Calling it twice is no error."""

@@ -19,6 +19,10 @@ class ModelError(FastgraphError):
     """A checkpoint that cannot be found, read or matched with a model file."""
 
 
+class TraceError(FastgraphError, ValueError):
+    """A file that is no decision log, or one that cannot be replayed here."""
+
+
 class EngineDied(FastgraphError, RuntimeError):
     """The engine thread failed; every caller that was waiting gets this, with the cause attached."""
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, cast, overload
@@ -18,6 +18,7 @@ import numpy as np
 
 from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.states import FinishReason
+from fastgraph.control.trace import Trace
 from fastgraph.engine import Answer, Engine, Ticket, Timing, TokenLogprob
 from fastgraph.errors import ConfigError, RequestError
 from fastgraph.loading.chat_template import ChatTemplate, find_chat_template
@@ -94,10 +95,13 @@ class LLM:
         vocab = self.tokenizer.vocab_size if self.tokenizer else None
         # What the thread holds must not lead back here, or nobody's letting go would ever end it.
         build = partial(build_device, config, self.checkpoint, device, vocab, tell)
-        self._engine = Engine(build, depth=settle_depth(config, device))
-        self.limits = self._engine.limits
+        self.engine = Engine(build, depth=settle_depth(config, device))
+        self.limits = self.engine.limits
         # Neither a forgotten `close` nor the interpreter's end may leave the thread running.
-        self._close = weakref.finalize(self, self._engine.close)
+        self._close = weakref.finalize(self, self.engine.close)
+        if config.trace is not None:
+            about = {name: value for name, value in asdict(config).items() if name != "token"}
+            self.engine.observe(Trace(config.trace, self.limits, about))
 
     # --- answers, whole ---
 
@@ -137,7 +141,7 @@ class LLM:
         try:
             answers = await asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
         except asyncio.CancelledError:
-            self._engine.abort([ticket.request.id for ticket in tickets])
+            self.engine.abort([ticket.request.id for ticket in tickets])
             raise
         return cast(Completion, _single([self._completion(answer) for answer in answers]))
 
@@ -194,13 +198,13 @@ class LLM:
     def abort(self, request: Stream | int | None = None) -> None:
         """End a request (a `Stream`, or its `request_id`), or all of them. What came of it is its answer."""
         if request is None:
-            self._engine.abort(None)
+            self.engine.abort(None)
         else:
-            self._engine.abort([request.request_id if isinstance(request, Stream) else request])
+            self.engine.abort([request.request_id if isinstance(request, Stream) else request])
 
     def stats(self) -> dict[str, int]:
         """Pages, requests and counters, as of now. Pages and requests are counted, `*_tokens` are tokens."""
-        return self._engine.stats()
+        return self.engine.stats()
 
     def close(self) -> None:
         """Stop the engine and free its memory. Requests still running fail with `EngineDied`."""
@@ -252,7 +256,7 @@ class LLM:
         stop_ids = tuple(sorted(eos.union(params.stop_token_ids)))
         reads_text = bool(params.stop) or on_text is not None
         return [
-            self._engine.submit(
+            self.engine.submit(
                 ids,
                 params,
                 seed=seed,
@@ -278,7 +282,7 @@ class LLM:
             _wait([ticket.future for group in groups for ticket in group], progress)
             return [_single([self._completion(ticket.future.result()) for ticket in group]) for group in groups]
         except BaseException:
-            self._engine.abort([ticket.request.id for group in groups for ticket in group])
+            self.engine.abort([ticket.request.id for group in groups for ticket in group])
             raise
 
     def _completion(self, answer: Answer) -> Completion:

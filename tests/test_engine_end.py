@@ -257,7 +257,7 @@ def test_a_stream_tells_of_the_engines_end(simulated_llm: Callable[..., Any]) ->
 
 def test_letting_go_of_an_llm_ends_its_thread(simulated_llm: Callable[..., Any]) -> None:
     llm = simulated_llm()
-    thread = llm._engine._thread
+    thread = llm.engine._thread
     assert str(llm.generate("a", max_tokens=2)) is not None
     gone = weakref.ref(llm)
     del llm

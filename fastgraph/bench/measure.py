@@ -85,7 +85,7 @@ def _submit(llm: LLM, turn: Turn, temperature: float, seed: int, clock: _Clock |
     ids = turn.ids if max(turn.ids) < vocab or not turn.ignore_eos else [i % vocab for i in turn.ids]
     eos = llm.tokenizer.eos_ids if llm.tokenizer and not turn.ignore_eos else ()
     sampling = SamplingParams(temperature=temperature, max_tokens=turn.max_tokens, ignore_eos=turn.ignore_eos)
-    return llm._engine.submit(list(ids), sampling, seed=seed, stop_ids=tuple(sorted(eos)), text=clock)
+    return llm.engine.submit(list(ids), sampling, seed=seed, stop_ids=tuple(sorted(eos)), text=clock)
 
 
 def _arrivals(clock: _Clock | None) -> list[float]:

@@ -9,11 +9,28 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any, TypeVar
 
-from fastgraph.control.plan import Device, PendingStep, StepPlan
+from fastgraph.control.plan import Device, PendingStep, StepPlan, StepResult
 from fastgraph.control.scheduler import Output, Scheduler
+from fastgraph.control.states import Request
 
 T = TypeVar("T")
 Deliver = Callable[[list[Output]], Iterable[int]]
+
+
+class Observer:
+    """Is told, in the engine thread, what the scheduler is given, just before it is given it, and what it plans."""
+
+    def submitted(self, request: Request) -> None: ...
+
+    def aborted(self, request_id: int) -> None: ...
+
+    def planned(self, plan: StepPlan | None) -> None:
+        """None: nothing can move before something else happens."""
+
+    def landed(self, plan: StepPlan, result: StepResult) -> None: ...
+
+    def ended(self, error: Exception) -> None:
+        """Nothing more comes. `error` is what later callers get."""
 
 
 class EngineLoop:
@@ -25,6 +42,7 @@ class EngineLoop:
 
     def __init__(self, scheduler: Scheduler, device: Device, depth: int, deliver: Deliver) -> None:
         self.scheduler = scheduler
+        self.observers: list[Observer] = []
         self._device = device
         self._depth = depth
         self._deliver = deliver
@@ -49,11 +67,23 @@ class EngineLoop:
 
     def close(self, error: Exception) -> None:
         """After `run` has ended: every command that was not taken, and any later one, fails with `error`."""
+        for observer in self.observers:
+            observer.ended(error)
         with self._closing:
             self._closed = error
         while not self._commands.empty():
             _, future = self._commands.get_nowait()
             future.set_exception(error)
+
+    def submit(self, request: Request) -> None:
+        for observer in self.observers:
+            observer.submitted(request)
+        self.scheduler.submit(request)
+
+    def abort(self, request_id: int) -> Output | None:
+        for observer in self.observers:
+            observer.aborted(request_id)
+        return self.scheduler.abort(request_id)
 
     def run(self) -> None:
         while not self._stopping:
@@ -75,11 +105,19 @@ class EngineLoop:
             future.set_exception(error)
 
     def _submit(self) -> None:
-        while len(self._in_flight) <= self._depth and (plan := self.scheduler.plan()):
+        while len(self._in_flight) <= self._depth and (plan := self._plan()):
             self._in_flight.append((plan, self._device.execute(plan)))
+
+    def _plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        for observer in self.observers:
+            observer.planned(plan)
+        return plan
 
     def _land(self) -> None:
         plan, pending = self._in_flight.popleft()
-        outputs = self.scheduler.land(plan, pending.result())
-        for request_id in self._deliver(outputs):
-            self.scheduler.abort(request_id)
+        result = pending.result()
+        for observer in self.observers:
+            observer.landed(plan, result)
+        for request_id in self._deliver(self.scheduler.land(plan, result)):
+            self.abort(request_id)
