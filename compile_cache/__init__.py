@@ -1,16 +1,20 @@
 """Where compiled code is kept, so that the next process need not compile it again.
 
 Inductor and Triton keep caches of their own, keyed by what they compile. They put them under the system's temporary
-folder, where a reboot takes them. Here they get a folder of the user's that is named by what the code depends on.
+folder, where a reboot takes them. Here they get a folder of the user's that is named by what the code depends on. What
+was measured at start is kept there too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +37,28 @@ def activate() -> Path:
 
     Both write each entry under a temporary name and rename it, so processes may share the folder.
     """
-    folder = cache_folder() / "compiled" / key()
     for variable, name in VARIABLES.items():
-        os.environ.setdefault(variable, str(folder / name))
-    return folder
+        os.environ.setdefault(variable, str(folder() / name))
+    return folder()
+
+
+def folder() -> Path:
+    """Where things are kept that depend on what `key` names."""
+    return cache_folder() / "compiled" / key()
+
+
+def read(name: str) -> dict[str, Any]:
+    """A record that `write` has kept; {} if there is none, or none that can be read."""
+    try:
+        content = json.loads((folder() / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write(name: str, record: dict[str, Any]) -> None:
+    """Keep a record. It appears whole or not at all; of two processes that write at once, one wins."""
+    folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder(), delete=False) as file:
+        json.dump(record, file, indent=1)
+    os.replace(file.name, folder() / name)

@@ -45,6 +45,7 @@ class EngineConfig:
     page_size: int = 16  # tokens a page holds
     kv_pages: int | None = None  # None: sized from the memory that is free once the weights are loaded
     in_flight_depth: int | None = None  # steps submitted before the oldest is read
+    autotune: bool = True  # measure at start which of several kernels for an op is the fastest
     kernels: Mapping[str, str] = field(default_factory=dict)  # op -> the implementation to take, whatever is faster
     trace: str | None = None  # a file to write the scheduler's decisions to
 

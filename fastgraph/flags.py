@@ -29,8 +29,9 @@ _ENGINE_HELP = {
     "page_size": "Tokens a page of KV holds.",
     "kv_pages": "Pages of KV; sized from free memory if left out.",
     "in_flight_depth": "Steps submitted before the oldest is read.",
+    "autotune": "Measure at start which of several kernels is the fastest.",
     "kernels": "OP=NAME, the kernel an op takes; may be repeated. `fastgraph kernels` lists them.",
-    "trace": "Write the scheduler\'s decisions to this file, for `fastgraph replay`.",
+    "trace": "Write the scheduler's decisions to this file, for `fastgraph replay`.",
 }
 
 _SAMPLING_HELP = {
@@ -92,7 +93,8 @@ def takes(*groups: FlagGroup) -> Callable[[Callable[..., None]], Callable[..., N
 
 
 def _flag(name: str, annotation: Any, default: Any, help: str, panel: str) -> inspect.Parameter:
-    names = ["--" + _SINGULAR.get(name, name).replace("_", "-"), *(["-m"] if name == "model" else [])]
+    long = _SINGULAR.get(name, name).replace("_", "-")
+    names = [f"--{long}/--no-{long}" if default is True else f"--{long}", *(["-m"] if name == "model" else [])]
     option = typer.Option(*names, help=help, rich_help_panel=panel, show_default=default not in (None, "auto", False))
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, option]

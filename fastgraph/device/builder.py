@@ -21,6 +21,7 @@ from fastgraph.device.metadata import StepMetadata
 from fastgraph.device.slots import Slots
 from fastgraph.errors import ConfigError
 from fastgraph.kernels import registry
+from fastgraph.kernels.autotune import tune
 from fastgraph.kernels.probe import signature_of
 from fastgraph.loading.checkpoint import Checkpoint
 from fastgraph.loading.weights import WeightFiles, fill_dummy, load_weights
@@ -79,11 +80,14 @@ def build_device(
     model = _load(config, checkpoint, module, shape, device, dtype, progress)
     limits = _limits(config, shape, min(vocab or shape.vocab, shape.vocab), device)
     slots = Slots(limits, shape.vocab, device)
-    signature = signature_of(checkpoint.config, device.type, dtype, limits.page_size)
-    registry.serve(device.type, registry.load(registry.choose(signature, config.kernels)))
     mode = settle_compile(config, device)
     if mode != "off":
         compile_cache.activate()
+    signature = signature_of(checkpoint.config, device.type, dtype, limits.page_size)
+    choices = registry.choose(signature, config.kernels)
+    if config.autotune:
+        choices = tune(choices, signature, limits.slots, limits.max_step_tokens, progress)
+    registry.serve(device.type, registry.load(choices))
     ladder = CaptureLadder(_capture_top(config, limits)) if device.type == "cuda" else None
     step = CompiledStep(model, _caches(0, limits, shape, device, dtype), slots.state, limits.vocab, mode)
     executor = Executor(step, slots, StepMetadata(limits, device), ladder, device, settle_depth(config, device))

@@ -1,0 +1,143 @@
+"""Measuring which implementation of an op is the fastest, at start, where several can serve.
+
+For each of a few numbers of rows: whoever gives what the reference gives is timed, and the median of several runs
+decides. What was found is kept beside the compiled code, and found again as long as the machine, the versions and the
+model's sizes are the same. An implementation with settings to choose from registers one `Implementation` for each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+import fastgraph
+from fastgraph import compile_cache
+from fastgraph.errors import FastgraphWarning
+from fastgraph.kernels import registry
+from fastgraph.kernels.problems import TOLERANCE, error, problem
+from fastgraph.kernels.registry import OPS, Choice, Implementation, Kernel, Signature
+
+ROWS = (1, 8, 64, 256, 1024, 4096)  # what is measured, up to the most that a step may have
+RUNS = 7
+_ONE_A_REQUEST = ("decode_attention", "sample")  # rows; the other ops get tokens
+RECORD = "kernels.json"
+_COLD = 1 << 28  # bytes that runs go through in turn: more than any cache holds
+
+Progress = Callable[[str, float | None], None]
+
+
+def tune(
+    choices: Mapping[str, Choice], signature: Signature, slots: int, step_tokens: int, progress: Progress
+) -> dict[str, Choice]:
+    """The choices, with the fastest of several candidates for each number of rows.
+
+    slots, step_tokens: requests that decode at once and tokens of a step, at most. Forced choices, and ops that one
+    implementation can serve, stay. Candidates that fail or give something else than the reference are left out, with a
+    warning.
+    """
+    record = compile_cache.read(RECORD)
+    tuned, found = dict(choices), dict(record)
+    for op, choice in choices.items():
+        # The reference competes only where it would serve.
+        able = [i for i in choice.candidates if i.name != "reference" or i is choice.candidates[0]]
+        if choice.forced or len(able) < 2:
+            continue
+        most = slots if op in _ONE_A_REQUEST else step_tokens
+        rows = [*(n for n in ROWS if n < most), most]
+        key = _key(op, signature, able, rows)
+        if key not in found:
+            found[key] = _measure(able, signature, rows, progress)
+        wrong: dict[str, str] = found[key]["wrong"]
+        left = tuple(i for i in choice.candidates if i.name not in wrong)
+        refused = tuple((i, wrong[i.name]) for i in able if i.name in wrong)
+        fastest = {int(n): name for n, name in found[key]["fastest"].items()}
+        tuned[op] = replace(choice, candidates=left, refused=(*choice.refused, *refused), fastest=fastest)
+    if found != record:
+        compile_cache.write(RECORD, found)
+    return tuned
+
+
+def _key(op: str, signature: Signature, able: list[Implementation], rows: list[int]) -> str:
+    asked = asdict(signature) | {"features": sorted(signature.features)}
+    return json.dumps([op, asked, [[i.name, _version(i)] for i in able], rows])
+
+
+def _version(implementation: Implementation) -> str:
+    versions = (str(getattr(importlib.import_module(name), "__version__", "")) for name in implementation.packages)
+    return " ".join([implementation.version or fastgraph.__version__, *versions])
+
+
+def _measure(able: list[Implementation], signature: Signature, rows: list[int], progress: Progress) -> dict[str, Any]:
+    """Names of the fastest by rows, and those that are wrong with the reason."""
+    op, wrong, fastest = able[0].op, {}, {}
+    kernels = {i.name: (i, i.load()) for i in able}
+    for done, n in enumerate(rows):
+        times = {}
+        for part, (name, (implementation, kernel)) in enumerate(kernels.items()):
+            progress(f"measuring kernels for {op}", (done + part / len(kernels)) / len(rows))
+            if name in wrong or n > (implementation.max_rows or n):
+                continue
+            fault = _fault(kernel, op, signature, n)
+            if fault:
+                wrong[name] = f"{fault} of {n} rows"
+                warnings.warn(f"{op}: {name} is left out: {wrong[name]}", FastgraphWarning, stacklevel=2)
+            else:
+                times[name] = seconds(kernel, op, signature, n)
+        if times:
+            fastest[n] = min(times, key=times.__getitem__)
+    return {"fastest": {n: name for n, name in fastest.items() if name not in wrong}, "wrong": wrong}
+
+
+def _fault(kernel: Kernel, op: str, signature: Signature, rows: int) -> str:
+    """What is wrong with a kernel; "" if nothing is."""
+    try:
+        far = error(kernel, op, signature, rows)
+    except Exception as failure:  # whatever a kernel does, an engine starts without it
+        return f"fails with {type(failure).__name__}: {failure}"
+    return "" if far <= TOLERANCE[signature.dtype] else f"is {far:.2g} off the reference"
+
+
+@torch.inference_mode()
+def seconds(kernel: Kernel, op: str, signature: Signature, rows: int) -> float:
+    """Median time of a call, of steps that call it once for each layer. What graphs record is timed in a graph."""
+    problems = [problem(op, signature, rows)]
+    size = sum(x.nbytes for x in tree_leaves(problems) if isinstance(x, torch.Tensor))
+    on_gpu = signature.device == "cuda"
+    layers = signature.layers if on_gpu else 1  # a plan that is made once a step is paid once
+    copies = min(max(_COLD // size, 1), layers)
+    problems += [problem(op, signature, rows, seed) for seed in range(1, copies)]
+
+    def step() -> None:
+        registry.begin_step()
+        for layer in range(layers):
+            kernel(*problems[layer % copies])
+
+    step()
+    run, graph = step, None
+    if on_gpu and OPS[op].captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
+    times = []
+    for _ in range(RUNS + 1):
+        _wait(on_gpu)
+        begin = perf_counter()
+        run()
+        _wait(on_gpu)
+        times.append(perf_counter() - begin)
+    return median(times[1:]) / layers
+
+
+def _wait(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()
