@@ -15,7 +15,7 @@ from fastgraph.errors import ModelError
 def rope_parameters(raw: Mapping[str, Any], positions: int, *, partial: bool = False) -> dict[str, Any]:
     """`rope_scaling` and `rope_theta` of transformers 4, or `rope_parameters` of transformers 5, in one form.
 
-    `partial`: whether the model leaves a part of each head unrotated where its config asks for that; else it is refused.
+    `partial`: whether the model turns only a part of each head where its config says so; for others it is refused.
     """
     given = {k: v for k, v in (raw.get("rope_scaling") or raw.get("rope_parameters") or {}).items() if v is not None}
     rope: dict[str, Any] = {"rope_theta": raw.get("rope_theta") or 10000.0, "rope_type": given.pop("type", "default")}
@@ -35,7 +35,8 @@ def rope_parameters(raw: Mapping[str, Any], positions: int, *, partial: bool = F
     if lacking:
         raise ModelError(f"rope scaling of type {kind} lacks {', '.join(lacking)} in the model's config.json")
     # A dynamic rope stretches past max_position_embeddings; the others may state what length they were trained for.
-    stated = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    stated = rope.pop("original_max_position_embeddings", None)
+    stated = raw.get("original_max_position_embeddings") or stated
     rope["trained_positions"] = positions if kind == "dynamic" else stated or positions
     if kind == "longrope":
         rope.setdefault("factor", positions / rope["trained_positions"])

@@ -1,6 +1,6 @@
-"""Llama 2, 3, 3.1, 3.2, Mistral, SmolLM2 and everything else that Hugging Face calls Llama or Mistral.
+"""Llama 2, 3, 3.1, 3.2, SmolLM2 and everything else that Hugging Face calls Llama.
 
-The computation is that of transformers' models/llama/modeling_llama.py (arXiv:2302.13971, arXiv:2310.06825).
+The computation is that of transformers' models/llama/modeling_llama.py (arXiv:2302.13971, arXiv:2407.21783).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastgraph import ops
 from fastgraph.errors import ModelError
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,6 @@ class Config:
     vocab: int
     max_positions: int  # tokens that a sequence may have, with the rope scaling
     norm_eps: float
-    window: int  # tokens that attention looks back, itself included; 0 is all
     tied: bool  # the head is the embedding
     attention_bias: bool
     mlp_bias: bool
@@ -46,13 +45,11 @@ class Config:
             raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
         heads, positions = raw["num_attention_heads"], raw.get("max_position_embeddings") or 2048
         kv_heads, head_dim = raw.get("num_key_value_heads") or heads, raw.get("head_dim") or raw["hidden_size"] // heads
-        mistral = "MistralForCausalLM" in raw.get("architectures", ())
         refused = {
             f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") not in ("silu", "swish"),
             f"{kv_heads} kv heads for {heads} heads": heads % kv_heads != 0,
             f"head_dim {head_dim}": head_dim % 2 != 0,
             "rope_interleaved": bool(raw.get("rope_interleaved")),
-            "partial_rotary_factor": raw.get("partial_rotary_factor") not in (None, 1),
             "several layer_types": len(set(raw.get("layer_types") or ())) > 1,
         }
         if any(refused.values()):
@@ -61,11 +58,10 @@ class Config:
         rope = ops.rope_parameters(raw, positions)
         if rope["rope_type"] in ("dynamic", "yarn"):  # max_position_embeddings may be the length before the stretch
             positions = max(positions, int(rope["trained_positions"] * rope["factor"]))
-        window = raw.get("sliding_window", 4096) or 0 if mistral else 0
-        biased = {name: bool(raw.get(name)) and not mistral for name in ("attention_bias", "mlp_bias")}
+        biased = {name: bool(raw.get(name)) for name in ("attention_bias", "mlp_bias")}
         sizes = (raw["num_hidden_layers"], raw["hidden_size"], heads, kv_heads, head_dim, raw["intermediate_size"])
         eps, tied = raw.get("rms_norm_eps", 1e-6), bool(raw.get("tie_word_embeddings", False))
-        return cls(*sizes, raw["vocab_size"], positions, eps, window, tied, **biased, rope=rope)
+        return cls(*sizes, raw["vocab_size"], positions, eps, tied, **biased, rope=rope)
 
 
 class RMSNorm(nn.Module):
@@ -78,7 +74,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.head_dim, self.window = config.head_dim, config.window
+        self.head_dim = config.head_dim
         width = config.heads * config.head_dim
         self.norm = RMSNorm(config)
         self.qkv = nn.Linear(config.hidden, width + 2 * config.kv_heads * config.head_dim, bias=config.attention_bias)
@@ -88,7 +84,7 @@ class Attention(nn.Module):
         qkv = ops.linear(x, self.qkv, norm=self.norm).unflatten(-1, (-1, self.head_dim))
         kv_heads = cache.k.shape[2]
         q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)  # [tokens, heads, head_dim] each
-        y = ops.attention(q, k, v, cache, batch, scale=self.head_dim**-0.5, window=self.window, rope=rope)
+        y = ops.attention(q, k, v, cache, batch, scale=self.head_dim**-0.5, rope=rope)
         return ops.linear(y.flatten(1), self.o, residual=x)
 
 

@@ -18,10 +18,11 @@ def copy_weights(model: nn.Module, weights: Mapping[str, Any], state: Mapping[st
     for name, parameter in model.named_parameters():
         layer = next((part for part in name.split(".") if part.isdigit()), "")
         sources = weights[name.replace(f".{layer}.", ".{}.") if layer else name]
-        names = [s.format(layer) for s in ([sources] if isinstance(sources, str) else sources)]
+        given = [s.format(layer) for s in ([sources] if isinstance(sources, str) else sources)]
+        names = [name.removeprefix("1 + ") for name in given]
         used.update(names)
         with torch.no_grad():
-            parameter.copy_(torch.cat([state[n] for n in names]))
+            parameter.copy_(torch.cat([state[n] for n in names]) + (1 if names != given else 0))
     return used
 
 

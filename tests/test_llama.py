@@ -9,28 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from paged import Paged, Piece, copy_weights
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, MistralConfig
+from model_helpers import SIZES, TRAINED, check_declarations, check_every_kind_of_step, hf_raw
+from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fastgraph import models
 from fastgraph.errors import ModelError
 from fastgraph.models import llama
 from fastgraph.rope import Rope, frequencies
-
-TRAINED = 32  # positions; the sequences below are longer
-PROMPT, ANSWER = 41, 30
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": TRAINED,
-    "initializer_range": 0.2,  # large enough for attention to look somewhere
-}
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -64,8 +50,6 @@ CONFIGS = {
     "wide-heads": LlamaConfig(**SIZES, head_dim=20),
     "biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "another-norm": LlamaConfig(**SIZES, rms_norm_eps=0.3),
-    "mistral": MistralConfig(**SIZES, sliding_window=None),
-    "mistral-window": MistralConfig(**SIZES, sliding_window=13),
 } | {f"rope-{name}": LlamaConfig(**SIZES, **parameters) for name, parameters in ROPES.items()}
 
 
@@ -75,96 +59,9 @@ def no_grad() -> Iterator[None]:
         yield
 
 
-def hf_model(config: Any) -> Any:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
-    for name, parameter in model.named_parameters():  # transformers starts norms at 1 and biases at 0
-        if name.endswith("bias") or "norm" in name:
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
-    return model
-
-
-def hf_raw(config: Any) -> dict[str, Any]:
-    """The config.json that transformers would write."""
-    architecture = "MistralForCausalLM" if config.model_type == "mistral" else "LlamaForCausalLM"
-    return copy.deepcopy(config).to_dict() | {"architectures": [architecture]}
-
-
-def load(config: Any, hf: Any) -> llama.Model:
-    model = llama.Model(llama.Config.from_hf(hf_raw(config)))
-    used = copy_weights(model, llama.WEIGHTS, hf.state_dict())
-    assert set(hf.state_dict()) - used == ({"lm_head.weight"} if config.tie_word_embeddings else set())
-    return model
-
-
-def reference(config: Any, prompt: list[int], answer: list[int]) -> Tensor:
-    """transformers' logits: the prompt in one forward, then one token at a time. [tokens, vocab]"""
-    hf = hf_model(config)  # a new one: its dynamic rope remembers the longest sequence it met
-    cache = DynamicCache(config=hf.config)
-    logits = [hf(torch.tensor([prompt]), past_key_values=cache).logits[0]]
-    logits += [hf(torch.tensor([[token]]), past_key_values=cache).logits[0] for token in answer]
-    return torch.cat(logits)
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    return torch.randint(0, SIZES["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers_in_every_kind_of_step(name: str) -> None:
-    """Whole prompts, uneven chunks, rows of several lengths, decode rows beside prefill rows and padding rows."""
-    config = CONFIGS[name]
-    model = load(config, hf_model(config))
-    texts = {
-        1: (tokens(1, PROMPT), tokens(2, ANSWER)),
-        2: (tokens(3, 9), tokens(4, ANSWER)),
-        3: (tokens(5, 35), [7, 8]),
-    }
-    want = {slot: reference(config, *text) for slot, text in texts.items()}
-    paged = Paged(llama.Config.from_hf(hf_raw(config)), slots=3, span=PROMPT + ANSWER, page_size=4)
-    got: dict[int, list[Tensor]] = {slot: [] for slot in texts}
-
-    def step(*counts: tuple[int, int]) -> None:
-        pieces = []
-        for slot, count in counts:
-            prompt, answer = texts.get(slot, ([0], []))
-            done = int(paged.lengths[slot])
-            pieces.append(Piece(slot, (prompt + answer)[done : done + count], whole=len(prompt)))
-        for piece, logits in zip(pieces, paged.step(model, pieces), strict=True):
-            if piece.slot:
-                got[piece.slot].append(logits)
-
-    step((2, 9))  # a whole prompt
-    step((1, 7), (2, 1))  # a first chunk with a decode row
-    step((2, 1), (1, 1), (3, 35), (0, 1))  # a chunk of one token, another prompt, a padding row
-    step((1, 20), (3, 1), (2, 1))
-    step((3, 1), (1, 13))
-    for _ in range(15):
-        step((1, 1), (2, 1), (0, 1), (0, 1))  # decode with padding rows
-    for _ in range(12):
-        step((2, 1), (1, 1))
-    for _ in range(3):
-        step((1, 1))
-    for slot, logits in got.items():
-        done = torch.cat(logits)
-        torch.testing.assert_close(done, want[slot][: len(done)], rtol=1e-4, atol=2e-5)
-    assert len(torch.cat(got[1])) == PROMPT + ANSWER
-    assert len(torch.cat(got[3])) == 37
-
-
-def test_a_window_shorter_than_the_sequence_matters() -> None:
-    """The comparison above would prove nothing if both had ignored the window."""
-    config = CONFIGS["mistral-window"]
-    raw, hf = hf_raw(config), hf_model(config)
-    text = tokens(1, PROMPT)
-    logits = []
-    for window in (13, None):
-        model = llama.Model(llama.Config.from_hf(raw | {"sliding_window": window}))
-        copy_weights(model, llama.WEIGHTS, hf.state_dict())
-        paged = Paged(llama.Config.from_hf(raw), slots=1, span=PROMPT)
-        logits.append(paged.step(model, [Piece(1, text, PROMPT)])[0])
-    assert torch.equal(logits[0][:13], logits[1][:13])
-    assert (logits[0][14:] - logits[1][14:]).abs().min(dim=1).values.max() > 1e-3
+    check_every_kind_of_step(CONFIGS[name])
 
 
 # Rotary
@@ -207,8 +104,8 @@ def test_rope_is_exact_past_8k_positions(kind: str) -> None:
     raw["rope_parameters"] = {"rope_type": kind, "rope_theta": 500000.0, **given}
     raw["head_dim"] = 128
     rope_module = rope_of(llama.Config.from_hf(raw))
-    assert len(rope_module.values) == 64
-    for pair, got in enumerate(rope_module.values):
+    assert len(rope_module.values[0]) == 64
+    for pair, got in enumerate(rope_module.values[0]):
         assert got == pytest.approx(published_frequency(kind, pair, 128, 500000.0), rel=1e-12)
     positions = torch.tensor([0, 1, 8191, 8192, 8193, 20000, 65535, 131071])
     cos, sin = rope_module(positions.int(), positions.int() + 1)
@@ -272,9 +169,7 @@ def test_configs_of_transformers_4_and_5_mean_the_same() -> None:
 def test_config_has_the_sizes_that_the_engine_reads() -> None:
     config = llama.Config.from_hf(hf_raw(CONFIGS["wide-heads"]))
     assert (config.layers, config.hidden, config.heads, config.kv_heads, config.head_dim) == (2, 48, 4, 2, 20)
-    assert (config.vocab, config.max_positions, config.tied, config.window) == (96, TRAINED, False, 0)
-    assert llama.Config.from_hf(hf_raw(CONFIGS["mistral-window"])).window == 13
-    assert llama.Config.from_hf(hf_raw(CONFIGS["grouped"]) | {"sliding_window": 13}).window == 0  # as transformers
+    assert (config.vocab, config.max_positions, config.tied) == (96, TRAINED, False)
 
 
 @pytest.mark.parametrize(("name", "positions"), [("linear", 32), ("dynamic", 128), ("yarn", 128), ("llama3", 32)])
@@ -308,23 +203,8 @@ def test_what_would_change_the_computation_unseen_is_refused(change: dict[str, A
 # The data beside the model
 
 
-def test_weight_names_cover_every_parameter_and_nothing_else() -> None:
-    seen = set()
-    for name in ("grouped", "biases"):
-        for parameter, _ in llama.Model(llama.Config.from_hf(hf_raw(CONFIGS[name]))).named_parameters():
-            seen.add(".".join("{}" if part.isdigit() else part for part in parameter.split(".")))
-    assert seen == set(llama.WEIGHTS)
-
-
-def test_tensor_parallel_plan_names_every_linear_once() -> None:
-    model = llama.Model(llama.Config.from_hf(hf_raw(CONFIGS["biases"])))
-    linears = {
-        ".".join("{}" if part.isdigit() else part for part in name.split("."))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    assert linears == set(llama.TENSOR_PARALLEL)
-    assert set(llama.TENSOR_PARALLEL.values()) == {"column", "row"}
+def test_weight_names_and_the_tensor_parallel_plan_cover_the_model() -> None:
+    check_declarations(CONFIGS["grouped"], CONFIGS["biases"])
 
 
 def test_a_tied_head_is_the_embedding_and_no_parameter_of_its_own() -> None:
@@ -335,11 +215,6 @@ def test_a_tied_head_is_the_embedding_and_no_parameter_of_its_own() -> None:
     torch.testing.assert_close(model.head(x), normed @ model.embedding.weight.T)
 
 
-def test_logits_are_float32_in_half_precision() -> None:
-    model = llama.Model(llama.Config.from_hf(hf_raw(CONFIGS["grouped"]))).to(torch.bfloat16)
-    assert model.head(torch.randn(3, 48, dtype=torch.bfloat16)).dtype == torch.float32
-
-
 # Finding a model file
 
 
@@ -347,14 +222,14 @@ def test_a_model_file_is_found_by_architecture_alone() -> None:
     for architecture in llama.ARCHITECTURES:
         found = models.find({"architectures": [architecture], "_name_or_path": "qwen/gemma", "model_type": "phi"})
         assert found is llama
-    assert models.supported()["MistralForCausalLM"] == "fastgraph.models.llama"
+    assert models.supported()["LlamaForCausalLM"] == "fastgraph.models.llama"
 
 
 def test_an_unsupported_architecture_says_what_is_supported_and_what_comes_close() -> None:
     with pytest.raises(ModelError) as error:
-        models.find({"architectures": ["MixtralForCausalLM"], "_name_or_path": "llama"})
+        models.find({"architectures": ["Llama9ForCausalLM"], "_name_or_path": "llama"})
     message = str(error.value)
-    for words in ("MixtralForCausalLM", "closest is MistralForCausalLM", "LlamaForCausalLM", "docs/add-a-model.md"):
+    for words in ("Llama9ForCausalLM", "closest is LlamaForCausalLM", "Qwen3ForCausalLM", "docs/add-a-model.md"):
         assert words in message
     with pytest.raises(ModelError, match="names no `architectures`"):
         models.find({"model_type": "llama"})

@@ -86,7 +86,7 @@ def load(model: nn.Module, folder: Path, **options: Any) -> list[tuple[str, floa
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
 def test_every_parameter_is_filled_fused_ones_row_by_row(
     tmp_path: Path, shards: int, stored: torch.dtype, wanted: torch.dtype
@@ -107,6 +107,17 @@ def test_every_parameter_is_filled_fused_ones_row_by_row(
     shares = [share for _, share in steps]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+
+
+def test_what_is_stored_less_one_has_one_added_in_the_parameters_dtype(tmp_path: Path) -> None:
+    tensors = make_tensors(torch.bfloat16)
+    save(tmp_path, tensors)
+    model = make_model(dtype=torch.bfloat16)
+    model.embed.weight = nn.Parameter(torch.full((VOCABULARY, WIDTH), torch.nan, dtype=torch.float32))
+    names = NAMES | {"embed.weight": "1 + model.embed_tokens.weight"}
+    load_weights(model, WeightFiles(tmp_path), names, progress=lambda *step: None)
+    assert torch.equal(model.embed.weight, tensors["model.embed_tokens.weight"].float() + 1)
+    assert torch.equal(model.head.weight, tensors["lm_head.weight"])
 
 
 def test_weights_go_into_the_parameters_that_are_there(tmp_path: Path) -> None:

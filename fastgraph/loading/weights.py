@@ -18,6 +18,7 @@ from fastgraph.errors import ModelError
 Progress = Callable[[str, "float | None"], None]  # the phase in words, and the share of it that is done (0..1)
 
 INDEX = "model.safetensors.index.json"
+PLUS_ONE = "1 + "  # before a checkpoint's name: Gemma's norms are stored less 1
 _LISTED = 8  # names a message shows before it only counts
 
 
@@ -91,9 +92,10 @@ def load_weights(
 ) -> None:
     """Fill every parameter of `model`, in place, from `files`.
 
-    `names` maps parameter names to checkpoint names; a tuple of them lies one behind the other along dimension 0, and
-    "{}" stands for the layer number. `ignore` holds shell patterns of checkpoint names that may be there but are not
-    read. Each tensor goes from the mapped file to its place on the device, where it is cast to the parameter's dtype.
+    `names` maps parameter names to checkpoint names; a tuple of them lies one behind the other along dimension 0,
+    "{}" stands for the layer number, and "1 + name" is what the checkpoint holds, plus one. `ignore` holds shell
+    patterns of checkpoint names that may be there but are not read. Each tensor goes from the mapped file to its place
+    on the device, where it is cast to the parameter's dtype.
 
     Raises one `ModelError` that names every missing, unexpected and wrongly shaped tensor, before anything is read.
     """
@@ -106,10 +108,12 @@ def load_weights(
         for name, parameter in parameters.items():
             row = 0
             for source in sources[name]:
-                tensor = files.read(source)
+                tensor = files.read(source.removeprefix(PLUS_ONE))
                 rows = tensor.shape[0] if tensor.ndim else 1
                 target = parameter if len(sources[name]) == 1 else parameter.narrow(0, row, rows)
                 target.copy_(tensor)
+                if source.startswith(PLUS_ONE):
+                    target += 1
                 row += rows
             done += parameter.numel()
             progress("loading weights", done / total)
@@ -146,6 +150,7 @@ def _check(
     files: WeightFiles,
     ignore: Sequence[str],
 ) -> None:
+    sources = {name: tuple(source.removeprefix(PLUS_ONE) for source in group) for name, group in sources.items()}
     wanted = {source for group in sources.values() for source in group}
     present = {name for name in files.names if name in wanted and _readable(files, name)}
     missing = sorted(wanted - present)

@@ -1,0 +1,169 @@
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama's block, of which some sizes turn only a part of each head.
+
+The computation is that of transformers' models/phi3/modeling_phi3.py (arXiv:2404.14219, arXiv:2412.08905). The rope of
+the long versions has other frequencies for sequences past the trained length. As in transformers, keys that were
+computed before an answer grew past it keep theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastgraph import ops
+from fastgraph.errors import ModelError
+
+ARCHITECTURES = ("Phi3ForCausalLM",)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The sizes and switches of a model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int  # tokens that a sequence may have, with the rope scaling
+    norm_eps: float
+    window: int  # tokens that attention looks back, itself included; 0 is all
+    tied: bool  # the head is the embedding
+    rope: Mapping[str, Any]  # rope_type, rope_theta, trained_positions, and what the type needs
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Config:
+        """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
+        required = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+        missing = [name for name in required if raw.get(name) is None]
+        if missing:
+            raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
+        heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
+        refused = {
+            f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") not in ("silu", "swish"),
+            f"{kv_heads} kv heads for {heads} heads": heads % kv_heads != 0,
+        }
+        if any(refused.values()):
+            found = ", ".join(name for name, present in refused.items() if present)
+            raise ModelError(f"models/phi3.py cannot run {found}; docs/add-a-model.md shows how to add a model file")
+        positions = raw.get("max_position_embeddings") or 4096
+        scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+        for key in ("type", "rope_type"):
+            if scaling.get(key) in ("su", "yarn"):  # what the first checkpoints call it
+                scaling[key] = "longrope"
+        rope = ops.rope_parameters({**raw, "rope_scaling": scaling}, positions, partial=True)
+        return cls(
+            layers=raw["num_hidden_layers"],
+            hidden=raw["hidden_size"],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            intermediate=raw["intermediate_size"],
+            vocab=raw["vocab_size"],
+            max_positions=positions,
+            norm_eps=raw.get("rms_norm_eps", 1e-5),
+            window=raw.get("sliding_window") or 0,
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            rope=rope,
+        )
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden))
+        self.eps = config.norm_eps
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.head_dim, self.window = config.head_dim, config.window
+        width = config.heads * config.head_dim
+        self.norm = RMSNorm(config)
+        self.qkv = nn.Linear(config.hidden, width + 2 * config.kv_heads * config.head_dim, bias=False)
+        self.o = nn.Linear(width, config.hidden, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: ops.LayerCache, batch: ops.Batch) -> Tensor:
+        qkv = ops.linear(x, self.qkv, norm=self.norm).unflatten(-1, (-1, self.head_dim))
+        kv_heads = cache.k.shape[2]
+        q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)  # [tokens, heads, head_dim] each
+        y = ops.attention(q, k, v, cache, batch, scale=self.head_dim**-0.5, window=self.window, rope=rope)
+        return ops.linear(y.flatten(1), self.o, residual=x)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config)
+        self.gate_up = nn.Linear(config.hidden, 2 * config.intermediate, bias=False)
+        self.down = nn.Linear(config.intermediate, config.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(ops.linear(x, self.gate_up, norm=self.norm, gated=True), self.down, residual=x)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(config), MLP(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: ops.LayerCache, batch: ops.Batch) -> Tensor:
+        return self.mlp(self.attention(x, rope, cache, batch))  # [tokens, hidden]
+
+
+class Model(nn.Module):
+    """`forward` is `embed` and then every block; `head` follows, on the rows that are sampled."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab, config.hidden)
+        self.rope = ops.Rope(config.rope, config.head_dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config)
+        self.output = None if config.tied else nn.Linear(config.hidden, config.vocab, bias=False)
+
+    def embed(self, batch: ops.Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The embedded tokens [tokens, hidden], and the rope that all blocks share."""
+        return self.embedding(batch.ids), self.rope(batch.positions, batch.sequence_lengths)
+
+    def forward(self, batch: ops.Batch, caches: list[ops.LayerCache]) -> Tensor:
+        """The hidden states after the last block, before the final norm. [tokens, hidden]"""
+        x, rope = self.embed(batch)
+        for block, cache in zip(self.layers, caches, strict=True):
+            x = block(x, rope, cache, batch)
+        return x
+
+    def head(self, x: Tensor) -> Tensor:
+        """Final norm and logits. [rows, hidden] -> [rows, vocab]"""
+        return ops.linear(x, self.output or self.embedding, norm=self.norm)
+
+
+# Our parameters, and the checkpoint's that they are made of, one below the other.
+_ATTENTION, _MLP = "model.layers.{}.self_attn", "model.layers.{}.mlp"
+WEIGHTS: dict[str, str | tuple[str, ...]] = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "layers.{}.attention.norm.weight": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.attention.qkv.weight": f"{_ATTENTION}.qkv_proj.weight",
+    "layers.{}.attention.o.weight": f"{_ATTENTION}.o_proj.weight",
+    "layers.{}.mlp.norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.{}.mlp.gate_up.weight": f"{_MLP}.gate_up_proj.weight",
+    "layers.{}.mlp.down.weight": f"{_MLP}.down_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+# How each linear is divided among ranks: "column" by its outputs (a fused one part by part), "row" by its inputs.
+TENSOR_PARALLEL = {
+    "layers.{}.attention.qkv": "column",
+    "layers.{}.attention.o": "row",
+    "layers.{}.mlp.gate_up": "column",
+    "layers.{}.mlp.down": "row",
+    "output": "column",
+}
