@@ -95,6 +95,7 @@ class StepResult:
 
     tokens: Int32  # [rows]
     logprobs: Logprobs | None  # None when no row asked
+    seconds: float = 0.0  # that the device took for the step, if it can say
 
 
 class PendingStep(Protocol):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -21,23 +23,29 @@ from fastgraph.errors import FastgraphWarning
 from fastgraph.kernels import registry
 from fastgraph.kernels.sampling import SamplerOutput
 
+Launch = Callable[[], SamplerOutput]  # a step that is prepared, and only to be run
+
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A step's outputs on their way to the host. `event` marks their arrival; on a CPU they are there already."""
+    """A step's outputs on their way to the host; on a CPU they are there already."""
 
     outputs: SamplerOutput
     rows: NDArray[np.intp]  # [sampled rows], where in the outputs they stand
     wants_logprobs: bool
-    event: torch.cuda.Event | None
+    seconds: float  # that the step took, where it has run already
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # the step's begin, and the arrival of its outputs
 
     def result(self) -> StepResult:
-        if self.event is not None:
-            self.event.synchronize()
+        seconds = self.seconds
+        if self.events is not None:
+            began, arrived = self.events
+            arrived.synchronize()
+            seconds = began.elapsed_time(arrived) / 1e3
         tokens = self.outputs.tokens.numpy()[self.rows]
         if not self.wants_logprobs:
-            return StepResult(tokens, None)
-        return StepResult(tokens, Logprobs(*(part.numpy()[self.rows] for part in self.outputs[1:])))
+            return StepResult(tokens, None, seconds)
+        return StepResult(tokens, Logprobs(*(part.numpy()[self.rows] for part in self.outputs[1:])), seconds)
 
 
 class Executor:
@@ -55,6 +63,7 @@ class Executor:
         self._step, self._slots, self._metadata, self._ladder = step, slots, metadata, ladder
         self._on_cuda = device.type == "cuda"
         self.above_ladder = 0  # decode steps too large for every captured graph
+        self.padding_rows = 0  # that decode steps computed to fill up a captured graph
         # A result is read before its buffer's turn comes again.
         self._host = cycle([_Arrival() for _ in range(depth + 2)] if self._on_cuda else ())
 
@@ -63,25 +72,34 @@ class Executor:
         """Submit the step. The results may be read later; steps run in the order they were submitted."""
         self._slots.apply(plan)
         rows = len(plan.decode_slots)
-        outputs = self._mixed(plan) if plan.spans else self._decode(rows, plan)
+        launch = self._mixed(plan) if plan.spans else self._decode(rows, plan)
+        # Here, so that a device which waits for the host to prepare a step counts as idle.
+        arrival = next(self._host, None)
+        if arrival is not None:
+            arrival.expect()
+        began = perf_counter()
+        outputs = launch()
+        seconds = perf_counter() - began
         sampled = np.flatnonzero([*[True] * rows, *(span.samples for span in plan.spans)])
         wants_logprobs = bool(self._slots.wants_logprobs[plan.sampling_slots].any())
-        if not self._on_cuda:
-            return Copied(outputs, sampled, wants_logprobs, None)
-        return next(self._host).copy(outputs, rows + len(plan.spans), sampled, wants_logprobs)
+        if arrival is None:
+            return Copied(outputs, sampled, wants_logprobs, seconds, None)
+        return arrival.copy(outputs, rows + len(plan.spans), sampled, wants_logprobs)
 
-    def _mixed(self, plan: StepPlan) -> SamplerOutput:
+    def _mixed(self, plan: StepPlan) -> Launch:
         registry.begin_step()
-        return self._step(self._metadata.refresh_mixed_metadata(plan))
+        return partial(self._step, self._metadata.refresh_mixed_metadata(plan))
 
-    def _decode(self, rows: int, plan: StepPlan) -> SamplerOutput:
+    def _decode(self, rows: int, plan: StepPlan) -> Launch:
         size = self._ladder.fit(rows) if self._ladder else None
         if self._ladder and size:
             self._metadata.refresh_decode_metadata(size, rows, plan.decode_slots, for_graph_replay=True)
-            return self._ladder.replay(size)
+            self.padding_rows += size - rows
+            return partial(self._ladder.replay, size)
         if self._ladder:
             self._count_above(rows, self._ladder)
-        return self._step(self._metadata.refresh_decode_metadata(rows, rows, plan.decode_slots, for_graph_replay=False))
+        inputs = self._metadata.refresh_decode_metadata(rows, rows, plan.decode_slots, for_graph_replay=False)
+        return partial(self._step, inputs)
 
     def _count_above(self, rows: int, ladder: CaptureLadder) -> None:
         self.above_ladder += 1
@@ -131,11 +149,15 @@ def _padding_plan(tokens: int, longest: int, decoding: int = 0) -> StepPlan:
 
 
 class _Arrival:
-    """Pinned memory that one step's outputs are copied to."""
+    """Pinned memory that one step's outputs are copied to, and when the device began and ended that."""
 
     def __init__(self) -> None:
         self._buffers: SamplerOutput | None = None
-        self._event = torch.cuda.Event()
+        self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def expect(self) -> None:
+        """The step begins."""
+        self._events[0].record()
 
     def copy(self, outputs: SamplerOutput, count: int, rows: NDArray[np.intp], wants_logprobs: bool) -> Copied:
         if self._buffers is None or len(self._buffers.tokens) < count:
@@ -144,8 +166,8 @@ class _Arrival:
         wanted = len(outputs) if wants_logprobs else 1
         for source, target in zip(outputs[:wanted], self._buffers[:wanted], strict=True):
             target[:count].copy_(source[:count], non_blocking=True)
-        self._event.record()
-        return Copied(self._buffers, rows, wants_logprobs, self._event)
+        self._events[1].record()
+        return Copied(self._buffers, rows, wants_logprobs, 0.0, self._events)
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:

@@ -22,9 +22,10 @@ class DeviceHandle:
         return self._executor.execute(plan)
 
     def counters(self) -> dict[str, int]:
-        """What should be zero while serving."""
+        """What should be zero, or small, while serving."""
         eager = self._step.eager_steps + self._executor.above_ladder
-        return {"recompiles": self._step.recompiles, "eager_steps": eager}
+        padding = self._executor.padding_rows
+        return {"recompiles": self._step.recompiles, "eager_steps": eager, "padding_rows": padding}
 
     def shutdown(self) -> None:
         """Let go of the device's memory. No step may be submitted afterwards."""
