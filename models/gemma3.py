@@ -66,8 +66,10 @@ class Config:
         positions, given = raw.get("max_position_embeddings") or 131072, raw.get("rope_parameters") or {}
         whole = {"rope_theta": raw.get("rope_theta") or 1e6, **(raw.get("rope_scaling") or {})}
         local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4}
-        whole |= given.get("full_attention") or {}
-        local |= given.get("sliding_attention") or {}
+        whole, local = (
+            ops.rope_parameters({"rope_parameters": rope | (given.get(kind) or {})}, positions)
+            for rope, kind in ((whole, "full_attention"), (local, "sliding_attention"))
+        )
         return cls(
             layers=layers,
             hidden=raw["hidden_size"],
@@ -83,7 +85,7 @@ class Config:
             logit_cap=raw.get("final_logit_softcapping") or 0.0,
             tied=bool(raw.get("tie_word_embeddings", True)),
             attention_bias=bool(raw.get("attention_bias", False)),
-            ropes=tuple(ops.rope_parameters({"rope_parameters": rope}, positions) for rope in (whole, local)),
+            ropes=(whole, local),
         )
 
 
