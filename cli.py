@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -57,19 +57,28 @@ def chat(
     sampling: dict[str, Any],
     question: Annotated[str | None, typer.Argument(help="Answer this, and end.")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None,
+    think: Annotated[
+        Literal["on", "off"] | None, typer.Option(help="Whether to think first, for a model that can do both.")
+    ] = None,
+    overflow: Annotated[
+        Literal["stop", "trim"], typer.Option(help="When the context is full: stop, or drop the oldest turns.")
+    ] = "stop",
 ) -> None:
     """Talk to a model. With a question, or one piped in, answer that and end."""
     from rich.console import Console
 
-    from fastgraph.chat import Chat, Conversation, answer_once, join_question, reader
-    from fastgraph.terminal import load, piped_text
+    from fastgraph.chat.conversation import Conversation, join_question
+    from fastgraph.chat.prompt import reader
+    from fastgraph.chat.session import Chat, Models, answer_once
+    from fastgraph.terminal import piped_text
 
     asked = join_question(question, piped_text())
-    with load(engine) as llm:
-        conversation = Conversation(llm, sampling, system)
+    with Models(engine) as models:
+        conversation = Conversation(models.llm, sampling, system, overflow, None if think is None else think == "on")
         if asked is not None:
             raise typer.Exit(answer_once(conversation, asked))
-        Chat(conversation, reader(), Console(highlight=False, stderr=not sys.stdout.isatty())).run()
+        console = Console(highlight=False, stderr=not sys.stdout.isatty())
+        Chat(conversation, reader(), console, models).run()
 
 
 @app.command()

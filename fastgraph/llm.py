@@ -25,6 +25,7 @@ from fastgraph.loading.chat_template import ChatTemplate, find_chat_template
 from fastgraph.loading.checkpoint import Checkpoint, Progress, open_checkpoint
 from fastgraph.loading.tokenizer import Tokenizer
 from fastgraph.text import TextStream
+from fastgraph.thinking import find_thinking
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int]  # text, or token ids
@@ -91,6 +92,11 @@ class LLM:
         template = find_chat_template(self.checkpoint.folder, config.chat_template)
         special = self.tokenizer.special_tokens if self.tokenizer else {}
         self._template = ChatTemplate(template, special) if template is not None else None
+        self.thinking = find_thinking(template or "")
+        if self.tokenizer and self.thinking:
+            # Where a tag is a special token, text would come without it, and thoughts would run into the answer.
+            tags = (self.tokenizer.encode(tag, add_special_tokens=False) for tag in self.thinking.tags)
+            self.tokenizer.special_ids -= {ids[0] for ids in tags if len(ids) == 1}
         self.sampling_defaults = _sampling_defaults(self.checkpoint.generation_config)
         vocab = self.tokenizer.vocab_size if self.tokenizer else None
         # What the thread holds must not lead back here, or nobody's letting go would ever end it.

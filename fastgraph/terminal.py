@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -13,6 +17,11 @@ from rich.text import Text
 
 from fastgraph.config import EngineConfig
 from fastgraph.errors import RequestError
+
+try:
+    import termios
+except ImportError:  # on Windows
+    termios = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from fastgraph.llm import LLM
@@ -79,9 +88,14 @@ class Loading:
         self.stop()
 
 
+def harmless(text: str) -> str:
+    """A model's text, with no commands to a terminal in it."""
+    return text.translate(_CONTROLS)
+
+
 def write(text: str) -> None:
     """Put a piece of a model's text on stdout now: as it is on a pipe, without control characters on a terminal."""
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
@@ -93,3 +107,51 @@ def piped_text() -> str | None:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"stdin is not UTF-8 text: {error}") from error
+
+
+class Interrupt:
+    """Remembers a Ctrl-C, and calls what there is to call."""
+
+    def __init__(self) -> None:
+        self._came = False
+        self._action: Callable[[], None] | None = None
+
+    def calls(self, action: Callable[[], None]) -> None:
+        """From now on; at once if Ctrl-C came before."""
+        self._action = action
+        if self._came:
+            action()
+
+    def come(self, *_: object) -> None:
+        self._came = True
+        if self._action is not None:
+            self._action()
+
+
+@contextmanager
+def on_interrupt() -> Iterator[Interrupt]:
+    """Meanwhile Ctrl-C does not raise `KeyboardInterrupt` in the middle of something."""
+    interrupt = Interrupt()
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield interrupt
+        return
+    before = signal.signal(signal.SIGINT, interrupt.come)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def silent_keyboard() -> Iterator[None]:
+    """Keep what is typed meanwhile out of an answer: it waits for the next prompt. Ctrl-C works as ever."""
+    if termios is None or not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)

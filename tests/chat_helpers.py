@@ -11,6 +11,7 @@ from typing import Any
 
 from fastgraph.engine import Timing
 from fastgraph.llm import Completion
+from fastgraph.thinking import Thinking
 
 
 class FakeStream:
@@ -48,14 +49,27 @@ class FakeLLM:
     asked: list[list[dict[str, str]]] = field(default_factory=list)
     sampled: list[dict[str, Any]] = field(default_factory=list)
     checkpoint: Any = field(default_factory=lambda: SimpleNamespace(name="Fake-1B"))
+    thinking: Thinking | None = None
+    prompt_end: str = "assistant:"
+    told: list[Any] = field(default_factory=list)  # template variables
 
     @property
     def limits(self) -> Any:
         return SimpleNamespace(max_model_len=self.context)
 
-    def render(self, messages: list[dict[str, str]]) -> list[int]:
+    @property
+    def tokenizer(self) -> Any:
+        return SimpleNamespace(
+            decode=lambda ids, skip_special_tokens: self.prompt_end, encode=lambda text, add_special_tokens: text.split()
+        )
+
+    def render(self, messages: list[dict[str, str]], template_variables: Any = None) -> list[int]:
         self.asked.append(messages)
+        self.told.append(template_variables)
         return list(range(sum(len(message["content"].split()) for message in messages)))
+
+    def stats(self) -> dict[str, int]:
+        return {"pages_free": 5, "pages_cached": 2, "pages_total": 9}
 
     def stream(self, ids: list[int], **sampling: Any) -> FakeStream:
         self.sampled.append(sampling)
@@ -65,12 +79,12 @@ class FakeLLM:
         return FakeStream(self, answer.split(" ") if answer else [], sampling["max_tokens"], len(ids))
 
 
-def interrupt_after(pieces: int) -> Callable[[str], None]:
+def interrupt_after(pieces: int) -> Callable[[str, bool], None]:
     seen: list[str] = []
 
-    def write(piece: str) -> None:
+    def show(piece: str, thought: bool = False) -> None:
         seen.append(piece)
         if len(seen) == pieces:
             os.kill(os.getpid(), signal.SIGINT)
 
-    return write
+    return show

@@ -7,14 +7,18 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from chat_helpers import FakeLLM, FakeStream, interrupt_after
 from rich.console import Console
 
-from fastgraph import chat, terminal
-from fastgraph.chat import DEFAULT_SAMPLING, Chat, Conversation, answer_once, join_question, reader
+from fastgraph import terminal
+from fastgraph.chat import view
+from fastgraph.chat.conversation import DEFAULT_SAMPLING, Conversation, join_question
+from fastgraph.chat.prompt import reader
+from fastgraph.chat.session import Chat, answer_once
 from fastgraph.errors import EngineDied, RequestError
 
 
@@ -29,7 +33,8 @@ def converse(llm: FakeLLM, *lines: str | type[BaseException], width: int = 80, *
         raise line
 
     shown = io.StringIO()
-    Chat(Conversation(llm, **{"sampling": {}, **options}), read, Console(file=shown, width=width)).run()  # type: ignore[arg-type]
+    conversation = Conversation(llm, **{"sampling": {}, **options})  # type: ignore[arg-type]
+    Chat(conversation, read, Console(file=shown, width=width), SimpleNamespace(llm=llm)).run()  # type: ignore[arg-type]
     return shown.getvalue()
 
 
@@ -174,7 +179,7 @@ def test_an_interrupt_stops_the_answer_and_what_came_is_kept(capsys: pytest.Capt
     assert signal.getsignal(signal.SIGINT) is before
     assert (reply.finish_reason, reply.tokens) == ("abort", 2)
     assert conversation.messages[1] == {"role": "assistant", "content": "onetwo"}
-    conversation.ask("go on", lambda piece: None)
+    conversation.ask("go on", lambda piece, thought: None)
     assert [message["content"] for message in llm.asked[1]] == ["count", "onetwo", "go on"]
 
 
@@ -187,7 +192,7 @@ def test_a_question_stopped_before_its_answer_began_is_not_kept() -> None:
     llm = FakeLLM([])
     llm.stream = lambda ids, **sampling: Stopped(llm, ["one"], 9, len(ids))  # type: ignore[method-assign]
     conversation = Conversation(llm, {})  # type: ignore[arg-type]
-    assert conversation.ask("count", lambda piece: None).finish_reason == "abort"
+    assert conversation.ask("count", lambda piece, thought: None).finish_reason == "abort"
     assert conversation.messages == []
 
 
@@ -200,13 +205,13 @@ def test_one_question_gives_the_answer_alone_and_an_exit_code(capsys: pytest.Cap
 def test_one_question_that_is_interrupted_keeps_what_came_and_is_exit_code_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put, interrupt = chat.write, interrupt_after(2)
+    put, interrupt = view.write, interrupt_after(2)
 
     def write(piece: str) -> None:
         put(piece)
         interrupt(piece)
 
-    monkeypatch.setattr(chat, "write", write)
+    monkeypatch.setattr(view, "write", write)
     assert answer_once(Conversation(FakeLLM(["one two three"]), {}), "count") == 130  # type: ignore[arg-type]
     assert capsys.readouterr() == ("onetwo\n", "")
 

@@ -267,7 +267,7 @@ def test_files_and_functions_of_the_architecture_exist() -> None:
 
 def test_every_module_has_its_place_in_the_architecture() -> None:
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    folders = [ROOT / "fastgraph", *(ROOT / "fastgraph" / name for name in ("control", "device", "loading"))]
+    folders = [ROOT / "fastgraph", *(ROOT / "fastgraph" / name for name in ("chat", "control", "device", "loading"))]
     modules = [path for folder in folders for path in folder.glob("*.py") if path.stem != "__init__"]
     lacking = [str(path.relative_to(ROOT)) for path in modules if not path.is_symlink()]
     assert [name for name in lacking if f"`{name}`" not in page] == []
