@@ -113,7 +113,9 @@ def test_a_step_that_would_compile_runs_eagerly_is_counted_and_said_once(referen
     device = build(folder, compile="regional")
     before = serve(device, PROMPTS[:2], 6)
     caches = device._executor._step.caches
-    caches[0] = type(caches[0])(*(part.repeat_interleave(2, 0)[::2] for part in caches[0]))  # no graph for such strides
+    caches[0] = type(caches[0])(
+        *(torch.cat([part, part], -1)[..., : part.shape[-1]] for part in caches[0])
+    )  # no graph for such strides
     with pytest.warns(FastgraphWarning, match="would have compiled"):
         assert serve(device, PROMPTS[:2], 6) == before
     counters = device.counters()
@@ -206,12 +208,13 @@ def test_a_slots_new_tenant_finds_nothing_of_the_last_one() -> None:
     seed = (7 << 32) + (1 << 31) + 5
     prompt, answer = np.array([8, 9, 8], np.int32), np.array([30, 31, 30], np.int32)
     writes = np.array([[2, 0, 11], [2, 1, 12]], np.int32)
-    slots.apply(StepPlan(1, (Admission(2, first, seed, (1, 2), prompt, answer),), writes, *_nothing()))
+    slots.apply(StepPlan(1, (Admission(2, first, seed, (1, 2), prompt, answer, 4),), writes, *_nothing()))
     sampler = slots.state.sampler
     assert sampler.temperature[2] == 0.5
     assert sampler.top_k[2] == 9
     assert sampler.seed[2].tolist() == [-(1 << 31) + 5, 7]
     assert sampler.generated[2] == 3
+    assert slots.state.lengths[2] == 4
     assert sampler.stop_ids[2, :3].tolist() == [1, 2, -1]
     assert sampler.bias_ids[2, :3].tolist() == [3, 5, -1]
     assert sampler.bias_values[2, :2].tolist() == [4.0, -1.0]
@@ -221,7 +224,7 @@ def test_a_slots_new_tenant_finds_nothing_of_the_last_one() -> None:
     assert slots.state.page_table[2, :3].tolist() == [11, 12, 0]
     assert slots.wants_logprobs[2]
 
-    slots.apply(StepPlan(2, (Admission(2, second, 1, (), answer, answer[:0]),), writes[:0], *_nothing()))
+    slots.apply(StepPlan(2, (Admission(2, second, 1, (), answer, answer[:0], 0),), writes[:0], *_nothing()))
     assert sampler.temperature[2] == 0
     assert sampler.stop_ids[2].unique().tolist() == [-1]
     assert sampler.bias_ids[2].unique().tolist() == [-1]
