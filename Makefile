@@ -19,7 +19,7 @@ lint: $(VENV)/ready-test
 	$(BIN)/mypy
 
 test-gpu:  ## the tests that need a GPU, with the Python that has its torch
-	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or kernels" tests/test_gpu.py tests/test_kernels_*.py tests/test_sampling*.py $(ARGS)
+	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or kernels" tests/test_gpu*.py tests/test_kernels_*.py tests/test_sampling*.py $(ARGS)
 
 soak: $(VENV)/ready-test  ## the scheduler's state machine, far longer
 	FASTGRAPH_SOAK=$${FASTGRAPH_SOAK:-50} $(BIN)/python -m pytest tests/test_scheduler.py --timeout 0 $(ARGS)

@@ -174,6 +174,15 @@ _Seed = Annotated[int, typer.Option(min=0, help="Of the workload and of sampling
 def latency(
     engine: EngineConfig,
     batch: Annotated[str, typer.Option(help="How many requests at once: a list like 1,8,32.")] = "1",
+    context: Annotated[
+        str | None, typer.Option(help="Tokens that each has while steps are measured: a list; else as in the requests.")
+    ] = None,
+    prefill: Annotated[str | None, typer.Option(help="Tokens of single prompts to measure: a list; else n-in.")] = None,
+    arms: Annotated[
+        str | None,
+        typer.Option(help="Ways that take turns: of eager, graphs, compile+graphs; on a CPU compile."),
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="List the kernels of each step and their times.")] = False,
     n_in: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
     n_out: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
     repeats: _Repeats = 5,
@@ -181,17 +190,27 @@ def latency(
     seed: _Seed = 0,
     json_to: _Json = None,
 ) -> None:
-    """Requests of one length, alone and in batches: TTFT, time per token, share of the memory roofline."""
+    """Requests of one length, alone and in batches; then their steps, on the device and on the host, and a prefill."""
     from fastgraph.bench.commands import run_latency
 
-    try:
-        batches = [int(size) for size in batch.split(",")]
-    except ValueError:
-        batches = []
-    if min(batches, default=0) < 1:
-        raise typer.BadParameter(f"--batch takes sizes like 1,8,32, not {batch!r}")
+    batches = _sizes("--batch", batch)
+    steps = {
+        "contexts": _sizes("--context", context or str(n_in + n_out // 2)),
+        "prefills": _sizes("--prefill", prefill or str(n_in)),
+        "arms": arms.split(",") if arms else None,
+    }
     options = {"n_in": n_in, "n_out": n_out, "repeats": repeats, "temperature": temperature, "seed": seed}
-    run_latency(engine, batches, options, json_to)
+    run_latency(engine, batches, options, steps, json_to, profile)
+
+
+def _sizes(flag: str, text: str) -> list[int]:
+    try:
+        sizes = sorted({int(size) for size in text.split(",")})
+    except ValueError:
+        sizes = []
+    if min(sizes, default=0) < 1:
+        raise typer.BadParameter(f"{flag} takes sizes like 1,8,32, not {text!r}")
+    return sizes
 
 
 @bench.command()

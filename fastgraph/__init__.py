@@ -1,8 +1,8 @@
 """fastgraph: a torch.compile-centric, single-file-per-model graph engine for running language models.
 
-    import fastgraph
+import fastgraph
 
-    print(fastgraph.load_model().generate("The capital of France is"))
+print(fastgraph.load_model().generate("The capital of France is"))
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class SimulatedDevice:
         return pending.outcome
 
     def counters(self) -> dict[str, int]:
-        return {"recompiles": 0, "eager_steps": 0}
+        return {"recompiles": 0, "eager_steps": 0, "kernel_builds": 0}
 
     def shutdown(self) -> None:
         self.shut_down = True

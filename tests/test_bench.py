@@ -228,7 +228,7 @@ def test_latency_by_the_command_line(tiny: Path) -> None:
             assert row[name]["median"] == statistics.median(row[name]["all"])
             assert row[name]["max"] == max(row[name]["all"])
             assert row[name]["min"] > 0
-    assert found["counters"] == {"recompiles": 0, "eager_steps": 0, "preemptions": 0}
+    assert found["counters"] == {"recompiles": 0, "eager_steps": 0, "kernel_builds": 0, "preemptions": 0}
     assert [found["engine"][name] for name in ("device", "dtype", "compile")] == ["cpu", "float32", "off"]
     assert "token" not in found["engine"]
     # The table went to stderr, plain.

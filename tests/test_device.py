@@ -83,7 +83,7 @@ def test_greedy_tokens_equal_transformers_in_every_compile_mode(reference: tuple
     # One at a time, and in batches of every size from 1 to the top: nothing compiles.
     for count in (1, 2, 3, 5, 6):
         assert serve(device, PROMPTS[:count], 5) == expected(model, PROMPTS[:count], 5)
-    assert device.counters() == {"recompiles": 0, "eager_steps": 0, "padding_rows": 0}
+    assert device.counters() == {"recompiles": 0, "eager_steps": 0, "kernel_builds": 0, "padding_rows": 0}
 
 
 @pytest.mark.parametrize("budget", [10, 11, 17, 64])
@@ -112,10 +112,7 @@ def test_a_step_that_would_compile_runs_eagerly_is_counted_and_said_once(referen
     _, folder = reference
     device = build(folder, compile="regional")
     before = serve(device, PROMPTS[:2], 6)
-    caches = device._executor._step.caches
-    caches[0] = type(caches[0])(
-        *(torch.cat([part, part], -1)[..., : part.shape[-1]] for part in caches[0])
-    )  # no graph for such strides
+    device._executor._step._model.layers[0].mlp.norm.eps += 1e-12  # there is no graph for this
     with pytest.warns(FastgraphWarning, match="would have compiled"):
         assert serve(device, PROMPTS[:2], 6) == before
     counters = device.counters()

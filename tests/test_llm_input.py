@@ -89,7 +89,7 @@ def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() 
         fastgraph.load_model(max_len=5)
     with pytest.raises(ConfigError, match="dtype must be one of"):
         fastgraph.load_model(dtype="int3")
-    with pytest.raises(ConfigError, match="kv_pages must be a positive whole number"):
+    with pytest.raises(ConfigError, match="kv_pages must be a whole number from 1 up"):
         fastgraph.load_model(kv_pages=0)
     with pytest.raises(ModelError, match="there is no folder or file"):
         fastgraph.load_model("./nowhere.gguf")

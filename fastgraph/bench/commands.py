@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastgraph.bench import latency, report, roofline, shapes, throughput, with_shape, workloads
+from fastgraph.bench import latency, report, roofline, shapes, steps, throughput, with_shape, workloads
 from fastgraph.bench.measure import counters
 from fastgraph.bench.workloads import Workload
 from fastgraph.config import EngineConfig
@@ -24,12 +24,26 @@ _SEEDED: dict[str, tuple[Callable[..., Workload], str]] = {
 }
 
 
-def run_latency(config: EngineConfig, batches: Sequence[int], options: dict[str, Any], json_to: str | None) -> None:
+def run_latency(
+    config: EngineConfig, batches: Sequence[int], options: dict[str, Any], step_options: dict[str, Any],
+    json_to: str | None, profile: bool,
+) -> None:  # fmt: skip
     report.check_destination(json_to)
+    device = settle_device(config)
+    if step_options["arms"] is None:
+        step_options["arms"] = steps.usual_arms(config, device)
     with _loaded(config) as (llm, limit, tell):
         rows = latency.bench(llm, limit, batches=batches, tell=tell, **options)
-        found = report.assemble("latency", llm, config, options, limit, rows, counters(llm))
+        found = report.assemble("latency", llm, config, options | step_options, limit, rows, counters(llm))
+        checkpoint = llm.checkpoint
+    with Loading() as loading:  # the engine is closed: its memory is needed
+        found["steps"] = steps.bench(
+            with_shape(config), checkpoint, device, limit, batches=batches, repeats=options["repeats"],
+            tell=loading.tell, **step_options,
+        )  # fmt: skip
     report.publish(found, json_to)
+    if profile:
+        report.show_kernels(found["steps"]["decode"])
 
 
 def run_throughput(config: EngineConfig, options: dict[str, Any], json_to: str | None) -> None:

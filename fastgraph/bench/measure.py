@@ -16,7 +16,7 @@ from fastgraph.llm import LLM
 from fastgraph.text import TextStream
 
 # Of `LLM.stats`: what should be zero, or explains a slow run.
-COUNTERS = ("recompiles", "eager_steps", "preemptions")
+COUNTERS = ("recompiles", "eager_steps", "kernel_builds", "preemptions")
 
 _WARM_UP_TOKENS = 8
 

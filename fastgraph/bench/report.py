@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fastgraph.bench.roofline import FORMULA, Roofline
+from fastgraph.bench.roofline import FLOPS_FORMULA, FORMULA, Roofline
 from fastgraph.config import EngineConfig
 from fastgraph.env import report as environment
 from fastgraph.errors import ConfigError
@@ -29,6 +29,13 @@ _LATENCY = {
     "output tok/s": ("output_tokens_per_second", 1, 1),
     "step ms": ("decode_step", 1e3, 2),
     "roofline %": ("roofline_share", 100, 1),
+}
+_STEPS = {
+    "step ms": ("step", 1e3, 3),
+    "host us": ("host", 1e6, 1),
+    "tok/s": ("tokens_per_second", 1, 1),
+    "roofline %": ("roofline_share", 100, 1),
+    "matmul %": ("matmul_share", 100, 1),
 }
 _THROUGHPUT = {
     "seconds": ("seconds", 1, 2),
@@ -109,12 +116,44 @@ def show(found: Mapping[str, Any], console: Console) -> None:
             figures = (_number(row[name][of], factor, decimals) for name, factor, decimals in columns.values())
             table.add_row(label, *figures, style=style)
     console.print(table)
+    if "steps" in found:
+        _show_steps(found["steps"], console)
     console.print(f"Median, least and most of {options['repeats']} repeats.")
     console.print(
         f"{FORMULA}; here {_bytes(roofline['weights'])}, {_bytes(roofline['kv_token'])} and "
         f"{roofline['bandwidth'] / 1e9:.1f} GB/s, measured now."
     )
+    if "steps" in found:
+        console.print(f"{FLOPS_FORMULA}; here {roofline['matmul'] / 1e12:.1f} TFLOP/s, measured now.")
     console.print(", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found["counters"].items()))
+
+
+def _show_steps(steps: Mapping[str, Any], console: Console) -> None:
+    """What one step costs, medians alone: the JSON has the spread."""
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
+    for heading in ("batch", "context", "arm", *_STEPS, "GB", "GFLOP", "kernels"):
+        table.add_column(heading, justify="right")
+    for row in steps["decode"]:
+        figures = (_number(row[name]["median"], factor, decimals) for name, factor, decimals in _STEPS.values())
+        work = (f"{row['bytes'] / 1e9:.2f}", f"{row['flops'] / 1e9:.1f}", _number(row["kernels_per_step"], 1, 1))
+        table.add_row(str(row["batch"]), str(row["context"]), row["arm"], *figures, *work)
+    console.print("A decode step:")
+    console.print(table)
+    for row in steps["prefill"]:
+        seconds, share = row["seconds"]["median"], row["matmul_share"]["median"]
+        console.print(
+            f"Prefill of {row['tokens']} tokens ({row['arm']}): {seconds * 1e3:.1f} ms, "
+            f"{row['flops'] / 1e12:.2f} TFLOP, {share:.1%} of the measured matmul rate."
+        )
+
+
+def show_kernels(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The kernels of each measured step. They overlap, so their times may add up to more than the step."""
+    for row in rows:
+        if row["kernels"]:
+            print(f"\nKernels of a step, {row['arm']}, batch {row['batch']}, context {row['context']}:")
+        for kernel in row["kernels"]:
+            print(f"{kernel['seconds'] * 1e6:10.1f} us {kernel['times']:7.1f} x {kernel['name'][:100]}")
 
 
 def _number(value: float | None, factor: float, decimals: int) -> str:

@@ -1,9 +1,11 @@
-"""The least time that a step can take: the bytes it must read, over the bandwidth measured on this machine."""
+"""The least time that a step can take: the bytes it must read, or the products it must compute, at the rates measured
+on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +14,12 @@ from torch import nn
 
 from fastgraph import models
 
+_MATRIX = {"cpu": 1024, "cuda": 8192}  # rows and columns of the product that the machine's rate is measured with
 FORMULA = "roofline = least time of a decode step = (weights + context tokens of all requests * KV of one) / bandwidth"
+FLOPS_FORMULA = (
+    "matmul share = (2 * weights * tokens + 4 * layers * heads * head_dim * pairs of tokens that see each other) / "
+    "seconds / rate of a large product"
+)
 
 _BUFFER = {"cpu": 2**29, "cuda": 2**32}  # bytes: far beyond any cache, and small beside the model
 _TRIALS = 5
@@ -25,10 +32,26 @@ class Roofline:
     weights: int  # bytes that every step reads: all but an embedding that is only looked up
     kv_token: int  # bytes of keys and values for a token of context
     bandwidth: float  # bytes a second, the best seen
+    token_flops: int = 0  # of the products with the weights of the layers, for a token
+    head_flops: int = 0  # of the product with the head's weights, for a token that is sampled
+    context_flops: int = 0  # of attention, for a token and a token that it sees
+    matmul: float = inf  # FLOP a second of a large product, the best seen
 
     def step_seconds(self, context: float) -> float:
         """The least time of a decode step. context: tokens of all its requests together."""
-        return (self.weights + context * self.kv_token) / self.bandwidth
+        return self.step_bytes(context) / self.bandwidth
+
+    def step_bytes(self, context: float) -> float:
+        """What a decode step must read. context: tokens of all its requests together."""
+        return self.weights + context * self.kv_token
+
+    def step_flops(self, batch: int, context: float) -> float:
+        """What a decode step must compute for `batch` rows with `context` tokens together."""
+        return batch * (self.token_flops + self.head_flops) + context * self.context_flops
+
+    def prefill_flops(self, tokens: int) -> float:
+        """What the prefill of one prompt must compute: half of all pairs are causal, and one token is sampled."""
+        return tokens * self.token_flops + self.head_flops + tokens * (tokens + 1) / 2 * self.context_flops
 
     def decode_seconds(self, lengths: Sequence[tuple[int, int]], slots: int) -> float:
         """The least time to decode requests of (prompt tokens, answer tokens), `slots` at a time, first come first.
@@ -55,10 +78,28 @@ def measure(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device)
     with torch.device("meta"):
         model: nn.Module = module.Model(shape)
     read = sum(parameter.numel() for parameter in model.parameters())
+    looked_up = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Embedding))
     if not shape.tied:
-        read -= sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Embedding))
+        read -= looked_up
+    head = shape.vocab * shape.hidden
     kv = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    return Roofline(read * dtype.itemsize, kv * dtype.itemsize, read_bandwidth(device))
+    return Roofline(
+        weights=read * dtype.itemsize,
+        kv_token=kv * dtype.itemsize,
+        bandwidth=read_bandwidth(device),
+        token_flops=2 * (read - head),
+        head_flops=2 * head,
+        context_flops=4 * shape.layers * shape.heads * shape.head_dim,  # q by k, and weights by v
+        matmul=matmul_rate(device, dtype),
+    )
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP a second of a square product: the best of several trials. Random values, since zeros compute faster."""
+    size = _MATRIX[device.type]
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) * 0.02 for _ in range(2))
+    torch.mm(a, b)
+    return 2 * size**3 / min(_seconds(lambda: torch.mm(a, b), device) for _ in range(4 * _TRIALS))
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -73,9 +114,12 @@ def read_bandwidth(device: torch.device) -> float:
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = perf_counter()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+    start = perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter() - began
+    return perf_counter() - start

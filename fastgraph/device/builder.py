@@ -88,7 +88,8 @@ def build_device(
     if config.autotune:
         choices = tune(choices, signature, limits.slots, limits.max_step_tokens, progress)
     registry.serve(device.type, registry.load(choices))
-    ladder = CaptureLadder(_capture_top(config, limits)) if device.type == "cuda" else None
+    top = _capture_top(config, limits) if device.type == "cuda" else 0
+    ladder = CaptureLadder(top) if top else None
     step = CompiledStep(model, _caches(0, limits, shape, device, dtype), slots.state, limits.vocab, mode)
     executor = Executor(step, slots, StepMetadata(limits, device), ladder, device, settle_depth(config, device))
     progress("warming up" if mode == "off" else f"compiling ({mode})", None)
@@ -173,7 +174,7 @@ def _fit_pages(
 
 
 def _capture_top(config: EngineConfig, limits: Limits) -> int:
-    top = config.max_capture_bs or limits.slots
+    top = limits.slots if config.max_capture_bs is None else config.max_capture_bs
     if top > limits.slots:
         raise ConfigError(f"max_capture_bs {top} is above max_decode_bs {limits.slots}, so part of it is never used")
     return top

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from fastgraph.control.plan import Limits, PendingStep, StepPlan
 from fastgraph.device.compiler import CompiledStep
 from fastgraph.device.executor import Executor
@@ -12,6 +14,7 @@ class DeviceHandle:
 
     def __init__(self, limits: Limits, executor: Executor, step: CompiledStep) -> None:
         self._limits, self._executor, self._step = limits, executor, step
+        self._built = _kernel_builds()
 
     @property
     def limits(self) -> Limits:
@@ -23,10 +26,21 @@ class DeviceHandle:
 
     def counters(self) -> dict[str, int]:
         """What should be zero, or small, while serving."""
-        eager = self._step.eager_steps + self._executor.above_ladder
-        padding = self._executor.padding_rows
-        return {"recompiles": self._step.recompiles, "eager_steps": eager, "padding_rows": padding}
+        return {
+            "recompiles": self._step.recompiles,
+            "eager_steps": self._step.eager_steps + self._executor.above_ladder,
+            "kernel_builds": _kernel_builds() - self._built,  # of every engine in this process
+            "padding_rows": self._executor.padding_rows,
+        }
 
     def shutdown(self) -> None:
         """Let go of the device's memory. No step may be submitted afterwards."""
         del self._executor, self._step
+
+
+def _kernel_builds() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    from fastgraph.kernels import launch  # triton, which a CPU may lack
+
+    return launch.builds()

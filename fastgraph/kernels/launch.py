@@ -10,6 +10,7 @@ plainly, so no step reaches into the one before it.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["can_overlap", "counters", "gdc_launch_dependents", "gdc_wait", "multiprocessors", "prefetch"]
+__all__ = ["builds", "can_overlap", "counters", "gdc_launch_dependents", "gdc_wait", "multiprocessors", "prefetch"]
 
 
 @cache
@@ -39,6 +40,23 @@ def counters(device: torch.device) -> Tensor:
     Kept for good, because a captured graph goes on using them; kernels that use them run one after the other.
     """
     return torch.zeros(65536, dtype=torch.int32, device=device)
+
+
+_built = 0
+
+
+def builds() -> int:
+    """How often this process has built a kernel, or read one from Triton's cache, for arguments of a new kind."""
+    return _built
+
+
+def _count(before: Any = triton.knobs.runtime.jit_post_compile_hook, **compiled: Any) -> Any:
+    global _built
+    _built += 1
+    return before(**compiled) if before else None
+
+
+triton.knobs.runtime.jit_post_compile_hook = _count
 
 
 @triton.jit

@@ -1,0 +1,247 @@
+"""What a step costs on the device and on the host: a batch that decodes at a context, and the prefill of a prompt.
+
+The scheduler and the device are the engine's own, driven by hand, so that nothing but steps is measured. Each arm is a
+device of its own, built in its own way; all are loaded at once and measured in turn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastgraph.bench.measure import spread
+from fastgraph.bench.roofline import Roofline
+from fastgraph.config import EngineConfig, SamplingParams
+from fastgraph.control.plan import PendingStep, StepPlan
+from fastgraph.control.scheduler import Scheduler
+from fastgraph.control.states import Request
+from fastgraph.device.builder import build_device, settle_compile, settle_depth
+from fastgraph.errors import ConfigError
+from fastgraph.loading.checkpoint import Checkpoint
+
+Tell = Callable[[str, "float | None"], None]
+
+# What differs from the engine's own way, which is the last.
+ARMS: dict[str, dict[str, dict[str, Any]]] = {
+    "cuda": {"eager": {"compile": "off", "max_capture_bs": 0}, "graphs": {"compile": "off"}, "compile+graphs": {}},
+    "cpu": {"eager": {"compile": "off"}, "compile": {}},
+}
+_STEPS = 24  # of one measurement
+_PROFILED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds a step: from one to the next on the device, and of the host's work for it."""
+
+    step: float
+    host: float | None  # a CPU's host is the device
+
+
+def usual_arms(config: EngineConfig, device: torch.device) -> list[str]:
+    """All there are, unless nothing is compiled anyhow."""
+    names = list(ARMS[device.type])
+    return names if device.type == "cuda" or settle_compile(config, device) != "off" else names[:1]
+
+
+class Arm:
+    """One way to run the model, and the batch that decodes on it."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, device: torch.device, tell: Tell) -> None:
+        self.handle = build_device(config, checkpoint, device, None, tell)
+        self._scheduler = Scheduler(self.handle.limits)
+        self._depth = settle_depth(config, device)
+        self._on_cuda = device.type == "cuda"
+        self._random = np.random.default_rng(0)
+        self._ids = count(1)
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+
+    def fill(self, batch: int, context: int) -> None:
+        """Take in `batch` requests and compute their prompts, after which each has about `context` tokens."""
+        self._submit(batch, context, self.handle.limits.max_model_len)
+        while self._scheduler.queue.head is not None:
+            self._advance(1)
+
+    def empty(self) -> None:
+        while self._in_flight:
+            self._land()
+        for request_id in list(self._scheduler.states):
+            self._scheduler.abort(request_id)
+
+    def decode(self) -> Timing:
+        """Run steps of the batch as fast as they go."""
+        self._advance(self._depth + 1)
+        clock = _Clock(self._on_cuda)
+        host = self._advance(_STEPS)
+        return Timing(clock.seconds() / _STEPS, host / _STEPS if self._on_cuda else None)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds from asking for the first token of a prompt to having it. No prompt is asked for twice."""
+        self._submit(1, tokens, tokens + 1)
+        began = perf_counter()
+        while self._scheduler.states:
+            self._advance(1)
+            while self._in_flight:
+                self._land()
+        return perf_counter() - began
+
+    def kernels(self) -> list[tuple[str, float, float]]:
+        """(name, times a step, seconds a step) of every kernel, the longest first. A decode step of the batch."""
+        activity = torch.profiler.ProfilerActivity
+        self._advance(self._depth + 1)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
+            self._advance(_PROFILED)
+            torch.cuda.synchronize()
+        times: Counter[str] = Counter()
+        seconds: Counter[str] = Counter()
+        for event in profile.events() or ():
+            if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset")):
+                times[event.name] += 1
+                seconds[event.name] += event.device_time / 1e6
+        return [(name, times[name] / _PROFILED, took / _PROFILED) for name, took in seconds.most_common()]
+
+    def _submit(self, batch: int, prompt: int, max_length: int) -> None:
+        sampling = SamplingParams(ignore_eos=True)
+        for _ in range(batch):
+            ids = self._random.integers(self.handle.limits.vocab, size=prompt, dtype=np.int32)
+            self._scheduler.submit(Request(next(self._ids), ids, sampling, 0, (), max_length, incremental=False))
+
+    def _advance(self, steps: int) -> float:
+        """Submit so many steps, and land those that are too many to be in flight: the host's seconds for it.
+
+        Waiting for a result is not the host's work.
+        """
+        began, waited = perf_counter(), 0.0
+        for _ in range(steps):
+            plan = self._scheduler.plan()
+            if plan is not None:
+                self._in_flight.append((plan, self.handle.execute(plan)))
+            if len(self._in_flight) > self._depth or plan is None:
+                waited += self._land()
+        return perf_counter() - began - waited
+
+    def _land(self) -> float:
+        plan, pending = self._in_flight.popleft()
+        began = perf_counter()
+        result = pending.result()
+        waited = perf_counter() - began
+        self._scheduler.land(plan, result)
+        return waited
+
+
+class _Clock:
+    """Time on the device's own clock, where it has one: from now until what was submitted has been done."""
+
+    def __init__(self, on_cuda: bool) -> None:
+        self._began: Any = perf_counter()
+        if on_cuda:
+            self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._began.record()
+
+    def seconds(self) -> float:
+        if isinstance(self._began, float):
+            return perf_counter() - self._began
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        ended.record()
+        ended.synchronize()
+        return float(self._began.elapsed_time(ended)) / 1e3
+
+
+def bench(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, roofline: Roofline, *, arms: Sequence[str],
+    batches: Sequence[int], contexts: Sequence[int], prefills: Sequence[int], repeats: int, tell: Tell,
+) -> dict[str, Any]:  # fmt: skip
+    """Rows of decode steps, one an arm, batch and context, and rows of prefill, one a length: of the last arm."""
+    if unknown := sorted(set(arms) - set(ARMS[device.type])):
+        raise ConfigError(f"there is no arm {', '.join(unknown)}: take of {', '.join(ARMS[device.type])}")
+    room = (repeats + 2) * (_STEPS + 8) + _PROFILED  # tokens that a request may grow by
+    sized = replace(
+        config,
+        max_decode_bs=max(batches),
+        max_model_len=max([context + room for context in contexts] + [tokens + 2 for tokens in prefills]),
+        kv_pages=_pages(config.page_size, batches, contexts, prefills, room),
+    )
+    with _built(sized, arms, checkpoint, device, tell) as built:
+        rows = []
+        for context in contexts:
+            for batch in batches:
+                tell(f"decoding: batch {batch}, context {context}", None)
+                rows += _decode_rows(built, batch, context, repeats, roofline, device)
+        name, arm = list(built.items())[-1]
+        prefilled = []
+        for tokens in prefills:
+            tell(f"prefilling {tokens} tokens", None)
+            arm.prefill(tokens)
+            took = [arm.prefill(tokens) for _ in range(repeats)]
+            flops = roofline.prefill_flops(tokens)
+            share = [flops / seconds / roofline.matmul for seconds in took]
+            prefilled.append(
+                {"arm": name, "tokens": tokens, "flops": flops, "seconds": spread(took), "matmul_share": spread(share)}
+            )
+        counters = {name: arm.handle.counters() for name, arm in built.items()}
+    return {"decode": rows, "prefill": prefilled, "counters": counters}
+
+
+def _decode_rows(
+    built: Mapping[str, Arm], batch: int, context: int, repeats: int, roofline: Roofline, device: torch.device
+) -> list[dict[str, Any]]:
+    for arm in built.values():
+        # The measured steps lie about the context, half before it and half after.
+        arm.fill(batch, max(context - (repeats + 1) * _STEPS // 2, 1))
+        arm.decode()
+    taken: dict[str, list[Timing]] = {name: [] for name in built}
+    for _ in range(repeats):
+        for name, arm in built.items():
+            taken[name].append(arm.decode())
+    rows = []
+    for name, arm in built.items():
+        kernels = arm.kernels() if device.type == "cuda" else []
+        arm.empty()
+        steps = [timing.step for timing in taken[name]]
+        read, flops = roofline.step_bytes(batch * context), roofline.step_flops(batch, batch * context)
+        rows.append({
+            "arm": name, "batch": batch, "context": context, "bytes": read, "flops": flops,
+            "step": spread(steps),
+            "host": spread([timing.host for timing in taken[name]]),
+            "tokens_per_second": spread([batch / step for step in steps]),
+            "roofline_share": spread([read / roofline.bandwidth / step for step in steps]),
+            "matmul_share": spread([flops / roofline.matmul / step for step in steps]),
+            "kernels_per_step": sum(times for _, times, _ in kernels) or None,
+            "kernels": [{"name": name, "times": times, "seconds": took} for name, times, took in kernels],
+        })  # fmt: skip
+    return rows
+
+
+def _pages(page: int, batches: Sequence[int], contexts: Sequence[int], prefills: Sequence[int], room: int) -> int:
+    decoding = [max(batches) * -(-(context + room) // page) for context in contexts]
+    return max(decoding + [-(-(tokens + 2) // page) for tokens in prefills]) + max(batches)
+
+
+def _tell_of(tell: Tell, arm: str, phase: str, fraction: float | None) -> None:
+    tell(f"{arm}: {phase}", fraction)
+
+
+@contextmanager
+def _built(
+    config: EngineConfig, arms: Sequence[str], checkpoint: Checkpoint, device: torch.device, tell: Tell
+) -> Iterator[dict[str, Arm]]:
+    built: dict[str, Arm] = {}
+    try:
+        for name in arms:
+            built[name] = Arm(
+                replace(config, **ARMS[device.type][name]), checkpoint, device, partial(_tell_of, tell, name)
+            )
+        yield built
+    finally:
+        for arm in built.values():
+            arm.handle.shutdown()

