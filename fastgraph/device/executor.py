@@ -123,7 +123,7 @@ class Executor:
         for size in sorted(sizes, reverse=True):
             longest = min(size, limits.max_model_len - 1)
             if size <= longest * limits.slots:
-                self._mixed(_padding_plan(size, longest))
+                self._mixed(_padding_plan(size, longest))()
 
     @torch.inference_mode()
     def graph_memory(self) -> int:
