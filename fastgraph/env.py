@@ -25,7 +25,7 @@ _REQUIRED = (
 )  # fmt: skip
 _OPTIONAL = {
     "triton": ("compiled code and kernels on a GPU", "pip install 'fastgraph[cuda]'"),
-    "flashinfer-python": ("kernels on a GPU, not used yet", "pip install 'fastgraph[cuda]'"),
+    "flashinfer-python": ("a second prefill attention on a GPU", "pip install 'fastgraph[cuda]'"),
     "gguf": ("reading .gguf files, the default model's among them", "pip install 'fastgraph[gguf]'"),
 }
 _ON_GPU = ("triton", "flashinfer-python")
@@ -81,6 +81,8 @@ def show(found: Report) -> None:
         line("device", f"{found['device']}, {found['dtype']}, compile {found['compile']}")
         for name, implementation in found["kernels"].items():
             line(f"op {name}", implementation)
+        if found["device"] == "cuda":
+            line("FlashInfer", found["flashinfer"])
         line("default model", f"{found['default_model']['name']}: {found['default_model']['state']}")
         for name, cache in found["caches"].items():
             line(name, f"{cache['folder']} ({_size(cache['bytes'])})")
@@ -170,15 +172,18 @@ def _torch() -> Report:
         "device": device.type,
         "dtype": dtype,
         "compile": settle_compile(config, device),
-        "kernels": _kernels(device.type, dtype),
+        **_kernels(device.type, dtype),
     }
 
 
-def _kernels(device: str, dtype: str) -> dict[str, str]:
-    """Which implementation of each op serves a common model on a device."""
+def _kernels(device: str, dtype: str) -> Report:
+    """Which implementation of each op serves a common model on a device, and why FlashInfer's does or does not."""
     from fastgraph.kernels import registry
 
-    return {op: choice.who() for op, choice in registry.choose(registry.typical(device, dtype), {}).items()}
+    choices = registry.choose(registry.typical(device, dtype), {})
+    verdicts = choices["prefill_attention"].verdicts()
+    flashinfer = next(reason for implementation, reason in verdicts if implementation.name == "flashinfer")
+    return {"kernels": {op: choice.who() for op, choice in choices.items()}, "flashinfer": flashinfer}
 
 
 def _cpu_name() -> str:
@@ -231,6 +236,8 @@ def _missing(found: Report) -> list[dict[str, str]]:
     for name, (purpose, command) in _OPTIONAL.items():
         if found["packages"][name] is None and (on_gpu or name not in _ON_GPU):
             miss(name, purpose, command)
+    if "no nvcc" in found.get("flashinfer", ""):
+        miss("nvcc", "building FlashInfer's kernels", "Install NVIDIA's CUDA toolkit, or set CUDA_HOME to where it is.")
     if found["cpp_compiler"] is None:
         commands = [command for tool, command in _COMPILER_COMMANDS.items() if shutil.which(tool)]
         miss("a C++ compiler", "--compile full or regional", commands[0] if commands else "Install g++ or clang++.")

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from fastgraph import env
 from fastgraph.cli import app
+from fastgraph.kernels import registry
 
 
 def gap(found: env.Report, what: str) -> dict[str, str] | None:
@@ -57,6 +58,25 @@ def test_a_missing_compiler_is_named_with_the_command_that_brings_it(monkeypatch
     assert missing is not None
     assert missing["command"] == "apt-get install g++"
     assert "--compile" in missing["for"]
+
+
+def test_why_flashinfer_does_not_serve_a_gpu_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    found = env.report()
+    monkeypatch.setattr(registry, "capability", lambda device: (9, 0))
+    found |= env._kernels("cuda", "bfloat16") | {"device": "cuda"}
+    assert found["kernels"]["prefill_attention"] == "triton"
+    if importlib.util.find_spec("flashinfer") is None:
+        assert found["flashinfer"] == "needs flashinfer, not installed here"
+    found["flashinfer"] = "its kernels are not built, and there is no nvcc to build them with"
+    found["missing"] = env._missing(found)
+    missing = gap(found, "nvcc")
+    assert missing is not None
+    assert "CUDA_HOME" in missing["command"]
+    env.show(found)
+    assert found["flashinfer"] in capsys.readouterr().out
 
 
 def test_a_missing_package_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:

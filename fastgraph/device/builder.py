@@ -87,6 +87,7 @@ def build_device(
     choices = registry.choose(signature, config.kernels)
     if config.autotune:
         choices = tune(choices, signature, limits.slots, limits.max_step_tokens, progress)
+    registry.build_missing(choices, signature)
     registry.serve(device.type, registry.load(choices))
     top = _capture_top(config, limits) if device.type == "cuda" else 0
     ladder = CaptureLadder(top) if top else None

@@ -20,7 +20,6 @@ from fastgraph.device.ladder import CaptureLadder
 from fastgraph.device.metadata import StepInputs, StepMetadata
 from fastgraph.device.slots import Slots
 from fastgraph.errors import FastgraphWarning
-from fastgraph.kernels import registry
 from fastgraph.kernels.sampling import SamplerOutput
 
 Launch = Callable[[], SamplerOutput]  # a step that is prepared, and only to be run
@@ -87,7 +86,6 @@ class Executor:
         return arrival.copy(outputs, rows + len(plan.spans), sampled, wants_logprobs)
 
     def _mixed(self, plan: StepPlan) -> Launch:
-        registry.begin_step()
         return partial(self._step, self._metadata.refresh_mixed_metadata(plan))
 
     def _decode(self, rows: int, plan: StepPlan) -> Launch:

@@ -17,11 +17,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastgraph.kernels import registry
+from fastgraph.kernels import flashinfer_prefill, registry
 from fastgraph.kernels.attention import Pages, Turn
-from fastgraph.kernels.registry import Implementation, Kernel, Signature, takes_all
-
-_TURNS = frozenset({"rope", "norms"})
+from fastgraph.kernels.registry import Implementation, Kernel, Signature, nothing
 
 
 def after_writing(attend: Callable[[Tensor, Pages, float, int], Tensor]) -> Kernel:
@@ -130,7 +128,7 @@ def _sample_triton() -> Kernel:
     return sample_rows
 
 
-def _triton(op: str, load: Callable[[], Kernel], refuses: Callable[[Signature], str] = takes_all) -> Implementation:
+def _triton(op: str, load: Callable[[], Kernel], refuses: Callable[[Signature], str] = nothing) -> Implementation:
     features = registry.OPS[op].features
     return Implementation(
         op, "triton", load, devices=("cuda",), packages=("triton",), features=features, refuses=refuses, rank=10
@@ -141,10 +139,26 @@ def _reference(op: str, load: Callable[[], Kernel], capturable: bool = True) -> 
     return Implementation(op, "reference", load, features=registry.OPS[op].features, capturable=capturable)
 
 
+_FLASHINFER = Implementation(
+    "prefill_attention",
+    "flashinfer",
+    flashinfer_prefill.load,
+    devices=("cuda",),
+    capability=(8, 0),
+    packages=("flashinfer",),
+    dtypes=("bfloat16", "float16"),
+    features=frozenset({"rope", "norms", "window"}),
+    capturable=False,
+    refuses=flashinfer_prefill.refuses,
+    build=flashinfer_prefill.build,
+    rank=5,
+)
+
 BUILTIN = (
     _triton("decode_attention", _decode_triton, _powers_of_two),
     _reference("decode_attention", _attend_reference, capturable=False),
     _triton("prefill_attention", _prefill_triton, _powers_of_two),
+    _FLASHINFER,
     _reference("prefill_attention", _attend_reference, capturable=False),
     _triton("rotate_and_write", _write_triton, _powers_of_two),
     _reference("rotate_and_write", _write_reference),

@@ -83,8 +83,8 @@ class Signature:
             raise ConfigError(f"no kernel takes {', '.join(wrong) or f'{self.heads} heads for {self.kv_heads}'}")
 
 
-def takes_all(signature: Signature) -> str:
-    """Refuses nothing."""
+def nothing(signature: Signature) -> str:
+    """Nothing to object, nothing to build."""
     return ""
 
 
@@ -102,7 +102,8 @@ class Implementation:
     features: frozenset[str] = frozenset()
     max_rows: int | None = None  # tokens it takes in one call
     capturable: bool = True  # reads nothing on the host, so that a CUDA graph may record it
-    refuses: Callable[[Signature], str] = takes_all  # why it cannot take a signature; "" if it can
+    refuses: Callable[[Signature], str] = nothing  # why it cannot take a signature; "" if it can
+    build: Callable[[Signature], str] = nothing  # begins, in the background, what it lacks; says so, or ""
     rank: int = 0  # the highest serves; the built-in kernels have 10, the reference 0
     version: str = ""  # of who brings it: what was measured of another is measured again
 
@@ -237,6 +238,14 @@ def _choose(op: str, signature: Signature, name: str | None) -> Choice:
 
 def _listed(refused: Iterable[tuple[Implementation, str]]) -> str:
     return "".join(f"; {implementation.name}: {reason}" for implementation, reason in refused)
+
+
+def build_missing(choices: Mapping[str, Choice], signature: Signature) -> None:
+    """Begin to build what would have served if it were built, for the next start; warn that it happens."""
+    for choice in choices.values():
+        for implementation, _ in () if choice.forced else choice.refused:
+            if said := implementation.build(signature):
+                warnings.warn(said, FastgraphWarning, stacklevel=2)
 
 
 def load(choices: Mapping[str, Choice]) -> Kernels:
