@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,8 +17,8 @@ from fastgraph.thinking import Thinking
 
 
 class FakeStream:
-    def __init__(self, llm: FakeLLM, pieces: Sequence[str], limit: int, prompt_tokens: int) -> None:
-        self._llm, self._pieces, self._prompt_tokens = llm, pieces, prompt_tokens
+    def __init__(self, pieces: Sequence[str], limit: int, prompt_tokens: int, delays: tuple[float, float]) -> None:
+        self._pieces, self._prompt_tokens, self._delays = pieces, prompt_tokens, delays
         self._given: list[str] = []
         self._reason = "stop" if len(pieces) <= limit else "length"
         self._left = limit
@@ -25,26 +27,30 @@ class FakeStream:
         self._reason, self._left = "abort", 0
 
     def __iter__(self) -> Iterator[str]:
+        time.sleep(self._delays[0])
         for piece in self._pieces:
             if not self._left:
                 break
             self._left -= 1
             self._given.append(piece)
             yield piece
+            time.sleep(self._delays[1])
 
     @property
     def completion(self) -> Completion:
-        text = "".join(self._given)
+        ids = list(range(len(self._given)))
         timing = Timing(0.0, 0.5, 1.5)
-        return Completion(text, list(range(len(self._given))), self._reason, None, self._prompt_tokens, 0, timing)  # type: ignore[arg-type]
+        cached = self._prompt_tokens // 2
+        return Completion("".join(self._given), ids, self._reason, None, self._prompt_tokens, cached, timing)  # type: ignore[arg-type]
 
 
 @dataclass
 class FakeLLM:
-    """Answers from a list, a token a word; a conversation is as long as it has words."""
+    """Answers from a list, a token a word; a conversation is as long as it has words. Delays are in seconds."""
 
     answers: list[str | Exception]
     context: int = 1000
+    delays: tuple[float, float] = (0.0, 0.0)  # before the first word, and after each
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     asked: list[list[dict[str, str]]] = field(default_factory=list)
     sampled: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +82,7 @@ class FakeLLM:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return FakeStream(self, answer.split(" ") if answer else [], sampling["max_tokens"], len(ids))
+        return FakeStream(re.findall(r"\s*\S+\s*", answer), sampling["max_tokens"], len(ids), self.delays)
 
 
 def interrupt_after(pieces: int) -> Callable[[str, bool], None]:

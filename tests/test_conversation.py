@@ -44,7 +44,7 @@ def test_the_second_question_is_asked_together_with_the_first_and_its_answer() -
     assert llm.asked[1] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is the capital?"},
-        {"role": "assistant", "content": "ItisParis."},  # the fake's pieces have no spaces
+        {"role": "assistant", "content": "It is Paris."},
         {"role": "user", "content": "How many live there?"},
     ]
 
@@ -148,8 +148,8 @@ def test_a_context_that_is_nearly_full_is_mentioned_beforehand() -> None:
 
 def test_a_question_past_the_context_is_refused_and_forgotten_and_clear_helps() -> None:
     llm = FakeLLM(["one two", "ok"], context=6)
-    shown = converse(llm, "a b", "c d e f g", "/clear", "a", width=200)
-    assert "error: the conversation, with this, is 8 tokens long, and the context is 6: /clear" in shown
+    shown = converse(llm, "a b", "c d e f g", "/clear", "a", width=400)
+    assert "error: the conversation, with this, is 9 tokens long, and the context is 6: /clear" in shown
     assert [message["content"] for message in llm.asked[-1]] == ["a"]
 
 
@@ -178,9 +178,9 @@ def test_an_interrupt_stops_the_answer_and_what_came_is_kept(capsys: pytest.Capt
     reply = conversation.ask("count", interrupt_after(2))
     assert signal.getsignal(signal.SIGINT) is before
     assert (reply.finish_reason, reply.tokens) == ("abort", 2)
-    assert conversation.messages[1] == {"role": "assistant", "content": "onetwo"}
+    assert conversation.messages[1] == {"role": "assistant", "content": "one two "}
     conversation.ask("go on", lambda piece, thought: None)
-    assert [message["content"] for message in llm.asked[1]] == ["count", "onetwo", "go on"]
+    assert [message["content"] for message in llm.asked[1]] == ["count", "one two ", "go on"]
 
 
 def test_a_question_stopped_before_its_answer_began_is_not_kept() -> None:
@@ -190,7 +190,7 @@ def test_a_question_stopped_before_its_answer_began_is_not_kept() -> None:
             yield from super().__iter__()
 
     llm = FakeLLM([])
-    llm.stream = lambda ids, **sampling: Stopped(llm, ["one"], 9, len(ids))  # type: ignore[method-assign]
+    llm.stream = lambda ids, **sampling: Stopped(["one"], 9, len(ids), (0, 0))  # type: ignore[method-assign]
     conversation = Conversation(llm, {})  # type: ignore[arg-type]
     assert conversation.ask("count", lambda piece, thought: None).finish_reason == "abort"
     assert conversation.messages == []
@@ -213,7 +213,7 @@ def test_one_question_that_is_interrupted_keeps_what_came_and_is_exit_code_130(
 
     monkeypatch.setattr(view, "write", write)
     assert answer_once(Conversation(FakeLLM(["one two three"]), {}), "count") == 130  # type: ignore[arg-type]
-    assert capsys.readouterr() == ("onetwo\n", "")
+    assert capsys.readouterr() == ("one two \n", "")
 
 
 def test_control_characters_of_an_answer_reach_a_pipe_but_not_a_terminal(
@@ -248,7 +248,7 @@ def test_with_stdout_on_a_pipe_the_prompt_goes_to_stderr(
 def test_one_answer_that_the_context_cuts_says_so_beside_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer_once(Conversation(FakeLLM(["one two three"], context=3), {}), "What?") == 0  # type: ignore[arg-type]
     out, err = capsys.readouterr()
-    assert out == "onetwo\n"
+    assert out == "one two \n"
     assert "the answer was cut" in err
 
 

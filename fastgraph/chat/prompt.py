@@ -41,9 +41,7 @@ def reader() -> Callable[[], str]:
 
 
 def history_file() -> Path:
-    """What was typed before: FASTGRAPH_HISTORY, or a file in XDG_STATE_HOME/fastgraph or ~/.local/state/fastgraph."""
-    if own := os.environ.get("FASTGRAPH_HISTORY"):
-        return Path(own).expanduser()
+    """What was typed before: in XDG_STATE_HOME/fastgraph, or in ~/.local/state/fastgraph."""
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".local" / "state") / "fastgraph" / "history"
 

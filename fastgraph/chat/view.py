@@ -122,7 +122,7 @@ class ScreenView:
             assert begins is not None
             self._source = "".join(self._source.splitlines(keepends=True)[begins[0] :])
         tail = [] if final else _blocks(_PARSER.parse(self._decided()))
-        rows = [row for block in tail for row in self._block_rows(block)][self._printed :]
+        rows = [row for i, block in enumerate(tail) for row in self._block_rows(block, later=i > 0)][self._printed :]
         if any(block[0].type == "table_open" for block in tail):
             rows = rows[-limit:]
         self._overflow(rows, done, limit)
@@ -157,9 +157,9 @@ class ScreenView:
         end = thoughts[-_FOLDED_ROWS * self._width :]
         return self._rows(Text(end, style="dim italic"))[-min(_FOLDED_ROWS, limit) :]
 
-    def _block_rows(self, block: list[Token]) -> list[str]:
+    def _block_rows(self, block: list[Token], later: bool = False) -> list[str]:
         rows = self._rows(_Markdown(block))
-        return ["", *rows] if self._any else rows
+        return ["", *rows] if self._any or later else rows
 
     @property
     def _columns(self) -> int:
