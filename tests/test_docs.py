@@ -21,6 +21,7 @@ from fastgraph.cli import app
 from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.device import builder
 from fastgraph.errors import ModelError
+from fastgraph.kernels import registry
 from fastgraph.llm import Completion
 from fastgraph.loading.checkpoint import DEFAULT_COMMAND
 
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_IN_ORDER = ["README.md", "docs/python-api.md"]  # by one test each, with one engine for all
 NEW_MODEL = "docs/add-a-model.md"
+NEW_KERNEL = "docs/add-a-kernel.md"
 SOURCES = [ROOT / "cli.py", *(p for folder in ("fastgraph", "models", "tests") for p in (ROOT / folder).rglob("*.py"))]
 
 
@@ -95,7 +97,7 @@ def llm() -> Iterator[fastgraph.LLM]:
 
 def test_no_python_block_is_left_out() -> None:
     assert {page for page in PAGES if python(str(page.relative_to(ROOT)))} == {
-        ROOT / page for page in (*RUN_IN_ORDER, NEW_MODEL)
+        ROOT / page for page in (*RUN_IN_ORDER, NEW_KERNEL, NEW_MODEL)
     }
 
 
@@ -116,7 +118,33 @@ def test_examples_run_with_the_default_model(
     assert "Paris" in capsys.readouterr().out
     stats = llm.stats()
     assert stats["running"] == stats["waiting"] == 0
-    assert stats["pages_free"] == stats["pages_total"]
+    assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
+
+
+def test_the_new_kernel_agrees_with_the_reference_and_answers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: dict[str, Any] = {"__name__": "my_kernels"}
+    registry.implementations("decode_attention")
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    calls = []
+    *kernel, generate = python(NEW_KERNEL)
+    for block in kernel:
+        block.run(names)
+    attend = names["attend"]
+    names["attend"] = lambda q, *rest: calls.append(len(q)) or attend(q, *rest)
+    generate.run(names)
+    assert "Paris" in capsys.readouterr().out
+    assert max(calls) > 1 == min(calls)  # it has prefilled and decoded
+
+
+def test_the_fields_of_an_implementation_are_listed() -> None:
+    told = {name.strip("` ") for row in table(NEW_KERNEL, "What it can do") for name in row.split(",")}
+    assert told == {field.name for field in fields(registry.Implementation)} - {"op", "name", "build", "version"}
+
+
+def test_the_ops_are_listed() -> None:
+    assert list(table(NEW_KERNEL, "The ops")) == list(registry.OPS)
 
 
 @pytest.fixture
