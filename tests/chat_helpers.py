@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -11,6 +12,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from rich.console import Console
+
+from fastgraph.chat.conversation import Conversation
+from fastgraph.chat.session import Chat
 from fastgraph.engine import Timing
 from fastgraph.llm import Completion
 from fastgraph.thinking import Thinking
@@ -56,6 +61,7 @@ class FakeLLM:
     sampled: list[dict[str, Any]] = field(default_factory=list)
     checkpoint: Any = field(default_factory=lambda: SimpleNamespace(name="Fake-1B"))
     thinking: Thinking | None = None
+    closed: int = 0  # times
     prompt_end: str = "assistant:"
     told: list[Any] = field(default_factory=list)  # template variables
 
@@ -66,13 +72,17 @@ class FakeLLM:
     @property
     def tokenizer(self) -> Any:
         return SimpleNamespace(
-            decode=lambda ids, skip_special_tokens: self.prompt_end, encode=lambda text, add_special_tokens: text.split()
+            decode=lambda ids, skip_special_tokens: self.prompt_end,
+            encode=lambda text, add_special_tokens: text.split(),
         )
 
     def render(self, messages: list[dict[str, str]], template_variables: Any = None) -> list[int]:
         self.asked.append(messages)
         self.told.append(template_variables)
         return list(range(sum(len(message["content"].split()) for message in messages)))
+
+    def close(self) -> None:
+        self.closed += 1
 
     def stats(self) -> dict[str, int]:
         return {"pages_free": 5, "pages_cached": 2, "pages_total": 9}
@@ -83,6 +93,22 @@ class FakeLLM:
         if isinstance(answer, Exception):
             raise answer
         return FakeStream(re.findall(r"\s*\S+\s*", answer), sampling["max_tokens"], len(ids), self.delays)
+
+
+def converse(llm: FakeLLM, *lines: str | type[BaseException], width: int = 80, **options: Any) -> str:
+    """What a person who types these lines is shown, beside the answers' text."""
+    script = iter(lines)
+
+    def read() -> str:
+        line = next(script, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    shown = io.StringIO()
+    conversation = Conversation(llm, **{"sampling": {}, **options})  # type: ignore[arg-type]
+    Chat(conversation, read, Console(file=shown, width=width), SimpleNamespace(llm=llm)).run()  # type: ignore[arg-type]
+    return shown.getvalue()
 
 
 def interrupt_after(pieces: int) -> Callable[[str, bool], None]:

@@ -217,7 +217,9 @@ WORDS = st.sampled_from(
 LINES = st.lists(
     st.one_of(
         st.lists(WORDS, min_size=1, max_size=12).map(" ".join),
-        st.sampled_from(["", "", "```", "```py", "| a | b |", "|---|---|", "- item", "  - nested", "3. three", "    x"]),
+        st.sampled_from(
+            ["", "", "```", "```py", "| a | b |", "|---|---|", "- item", "  - nested", "3. three", "    x"]
+        ),
     ),
     max_size=25,
 )

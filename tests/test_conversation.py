@@ -7,35 +7,17 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chat_helpers import FakeLLM, FakeStream, interrupt_after
-from rich.console import Console
+from chat_helpers import FakeLLM, FakeStream, converse, interrupt_after
 
 from fastgraph import terminal
 from fastgraph.chat import view
 from fastgraph.chat.conversation import DEFAULT_SAMPLING, Conversation, join_question
 from fastgraph.chat.prompt import reader
-from fastgraph.chat.session import Chat, answer_once
+from fastgraph.chat.session import answer_once
 from fastgraph.errors import EngineDied, RequestError
-
-
-def converse(llm: FakeLLM, *lines: str | type[BaseException], width: int = 80, **options: Any) -> str:
-    """What a person who types these lines is shown, beside the answers' text."""
-    script = iter(lines)
-
-    def read() -> str:
-        line = next(script, EOFError)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    shown = io.StringIO()
-    conversation = Conversation(llm, **{"sampling": {}, **options})  # type: ignore[arg-type]
-    Chat(conversation, read, Console(file=shown, width=width), SimpleNamespace(llm=llm)).run()  # type: ignore[arg-type]
-    return shown.getvalue()
 
 
 def test_the_second_question_is_asked_together_with_the_first_and_its_answer() -> None:
