@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
@@ -16,8 +16,9 @@ import numpy as np
 from fastgraph.config import MAX_STOP_IDS, SamplingParams
 from fastgraph.control.loop import EngineLoop, Observer
 from fastgraph.control.plan import Device, Limits
+from fastgraph.control.policy import Policy, first_come
 from fastgraph.control.scheduler import Output, Scheduler, check
-from fastgraph.control.states import FinishReason, Request, Times
+from fastgraph.control.states import FinishReason, Past, Request
 from fastgraph.errors import EngineDied, RequestError
 from fastgraph.text import TextStream
 
@@ -49,6 +50,22 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """An answer that is wanted.
+
+    `text` reads the answer as it comes: it is needed for stop strings and for `on_text`, which is called in the
+    engine thread and must not block.
+    """
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    text: TextStream | None = None
+    on_text: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What became of a request."""
 
@@ -57,6 +74,7 @@ class Answer:
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None
     prompt_tokens: int
+    cached_tokens: int  # of the prompt, found in the prefix tree
     timing: Timing
 
 
@@ -88,7 +106,7 @@ class Ticket:
             if piece and self._on_text is not None:
                 self._on_text(piece)
         if reason is not None:
-            self._resolve(reason, output.times)
+            self._resolve(reason, output.past)
         return reason is not None and output.finish_reason is None
 
     def entered(self, command: Future[None]) -> None:
@@ -100,7 +118,7 @@ class Ticket:
     def fail(self, error: BaseException) -> None:
         self.future.set_exception(error)
 
-    def _resolve(self, reason: FinishReason, times: Times) -> None:
+    def _resolve(self, reason: FinishReason, past: Past) -> None:
         now = perf_counter()
         start = self._submitted
         answer = Answer(
@@ -109,7 +127,8 @@ class Ticket:
             finish_reason=reason,
             logprobs=self._logprobs if self.request.sampling.logprobs else None,
             prompt_tokens=len(self.request.prompt),
-            timing=Timing((times.admitted or now) - start, (times.first_token or now) - start, now - start),
+            cached_tokens=past.cached_tokens,
+            timing=Timing((past.admitted or now) - start, (past.first_token or now) - start, now - start),
         )
         self.future.set_result(answer)
 
@@ -128,13 +147,13 @@ class Engine:
     Every public method may be called from any thread.
     """
 
-    def __init__(self, build: Callable[[], BuiltDevice], depth: int) -> None:
+    def __init__(self, build: Callable[[], BuiltDevice], depth: int, policy: Policy = first_come) -> None:
         self._tickets: dict[int, Ticket] = {}  # touched by the engine thread alone
         self._ids = itertools.count(1)
         self._order = threading.Lock()  # a request's number is its age: numbers are submitted in order
         ready: Future[tuple[EngineLoop, BuiltDevice]] = Future()
         self._thread = threading.Thread(
-            target=self._serve, args=(build, depth, ready), name="fastgraph-engine", daemon=True
+            target=self._serve, args=(build, depth, policy, ready), name="fastgraph-engine", daemon=True
         )
         try:
             self._thread.start()
@@ -157,34 +176,27 @@ class Engine:
         text: TextStream | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> Ticket:
-        """Queue a request. Raises `RequestError` for one that cannot be served, `EngineDied` after the end.
+        """`submit_all` for one."""
+        return self.submit_all([Ask(prompt, sampling, seed, stop_ids, text, on_text)])[0]
 
-        `text` reads the answer as it comes: it is needed for stop strings and for `on_text`, which is called in the
-        engine thread and must not block.
+    def submit_all(self, asks: Sequence[Ask]) -> list[Ticket]:
+        """Queue requests, all between the same two steps, so that they form the same batches every time.
+
+        Raises `RequestError` if one of them cannot be served, and then none is; `EngineDied` after the end.
         """
-        self._check_ids(prompt, sampling, stop_ids)
-        room = self.limits.max_model_len - len(prompt)
         with self._order:
-            request = Request(
-                id=next(self._ids),
-                prompt=np.array(prompt, np.int32),
-                sampling=sampling,
-                seed=seed,
-                stop_ids=stop_ids,
-                max_length=len(prompt) + (room if sampling.max_tokens is None else sampling.max_tokens),
-                incremental=text is not None or sampling.logprobs,
-            )
-            check(request, self.limits)
-            ticket = Ticket(request, text, on_text)
+            tickets = [Ticket(self._request(ask), ask.text, ask.on_text) for ask in asks]
 
             def enter() -> None:
-                self._tickets[request.id] = ticket
-                self._loop.submit(request)
+                for ticket in tickets:
+                    self._tickets[ticket.request.id] = ticket
+                    self._loop.submit(ticket.request)
 
             entered = self._loop.call(enter)
-        # The engine may end before it takes the command, and then nobody else knows of the ticket.
-        entered.add_done_callback(ticket.entered)
-        return ticket
+        # The engine may end before it takes the command, and then nobody else knows of the tickets.
+        for ticket in tickets:
+            entered.add_done_callback(ticket.entered)
+        return tickets
 
     def abort(self, request_ids: Iterable[int] | None) -> None:
         """End requests now, or all of them; what has come of each is its answer. Ended ones are no error.
@@ -209,11 +221,12 @@ class Engine:
             return {
                 "pages_total": scheduler.pool.total,
                 "pages_free": scheduler.pool.free,
-                "pages_cached": 0,
+                "pages_cached": scheduler.pool.cached,
                 "running": scheduler.running,
                 "waiting": scheduler.waiting,
                 "preemptions": scheduler.preemptions,
-                "prefix_hit_tokens": 0,
+                "prompt_tokens": scheduler.prompt_tokens,
+                "prefix_hit_tokens": scheduler.prefix_hit_tokens,
                 **self._counters(),
             }
 
@@ -239,11 +252,15 @@ class Engine:
     # --- in the engine thread ---
 
     def _serve(
-        self, build: Callable[[], BuiltDevice], depth: int, ready: Future[tuple[EngineLoop, BuiltDevice]]
+        self,
+        build: Callable[[], BuiltDevice],
+        depth: int,
+        policy: Policy,
+        ready: Future[tuple[EngineLoop, BuiltDevice]],
     ) -> None:
         try:
             device = build()
-            loop = EngineLoop(Scheduler(device.limits), device, depth, self._deliver)
+            loop = EngineLoop(Scheduler(device.limits, policy), device, depth, self._deliver)
         except BaseException as error:
             if ready.set_running_or_notify_cancel():
                 ready.set_exception(error)
@@ -278,11 +295,26 @@ class Engine:
             del self._tickets[output.request_id]
         return enough
 
-    def _check_ids(self, prompt: list[int], sampling: SamplingParams, stop_ids: tuple[int, ...]) -> None:
-        vocab = self.limits.vocab
-        for name, ids in (("prompt token", prompt), ("stop_token_ids", stop_ids), ("logit_bias", sampling.logit_bias)):
+    def _request(self, ask: Ask) -> Request:
+        """Raises `RequestError` if it cannot be served."""
+        sampling, vocab = ask.sampling, self.limits.vocab
+        named = (("prompt token", ask.prompt), ("stop_token_ids", ask.stop_ids), ("logit_bias", sampling.logit_bias))
+        for name, ids in named:
             unknown = next((i for i in ids if not 0 <= i < vocab), None)
             if unknown is not None:
                 raise RequestError(f"{name} {unknown} is not in the vocabulary of {vocab} tokens")
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise RequestError(f"{len(stop_ids)} stop ids, the model's own included; {MAX_STOP_IDS} is the most")
+        if len(ask.stop_ids) > MAX_STOP_IDS:
+            raise RequestError(f"{len(ask.stop_ids)} stop ids, the model's own included; {MAX_STOP_IDS} is the most")
+        prompt = len(ask.prompt)
+        room = self.limits.max_model_len - prompt
+        request = Request(
+            id=next(self._ids),
+            prompt=np.array(ask.prompt, np.int32),
+            sampling=sampling,
+            seed=ask.seed,
+            stop_ids=ask.stop_ids,
+            max_length=prompt + (room if sampling.max_tokens is None else sampling.max_tokens),
+            incremental=ask.text is not None or sampling.logprobs,
+        )
+        check(request, self.limits)
+        return request

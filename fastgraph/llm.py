@@ -17,9 +17,10 @@ from typing import Any, cast, overload
 import numpy as np
 
 from fastgraph.config import EngineConfig, SamplingParams
+from fastgraph.control.policy import Policy, first_come
 from fastgraph.control.states import FinishReason
 from fastgraph.control.trace import Trace
-from fastgraph.engine import Answer, Engine, Ticket, Timing, TokenLogprob
+from fastgraph.engine import Answer, Ask, Engine, Ticket, Timing, TokenLogprob
 from fastgraph.errors import ConfigError, RequestError
 from fastgraph.loading.chat_template import ChatTemplate, find_chat_template
 from fastgraph.loading.checkpoint import Checkpoint, Progress, open_checkpoint
@@ -51,18 +52,21 @@ class Completion:
         return self.text
 
 
-def load_model(name: str | None = None, /, *, progress: Progress | None = None, **options: Any) -> LLM:
+def load_model(
+    name: str | None = None, /, *, progress: Progress | None = None, policy: Policy = first_come, **options: Any
+) -> LLM:
     """Load a model and start an engine for it.
 
     `name` is a folder, a .gguf file or a hub id; None is a small default model. `options` are the fields of
-    `EngineConfig`. `progress(phase, fraction)` is told what happens meanwhile. Raises `ConfigError` for an unknown or
+    `EngineConfig`. `progress(phase, fraction)` is told what happens meanwhile. `policy(request)` is a number, and of
+    the requests that wait the one with the smallest goes first. Raises `ConfigError` for an unknown or
     impossible option, `ModelError` for a model that cannot be loaded.
     """
     known = set(EngineConfig.__dataclass_fields__) - {"model"}
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(f"unknown option {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
-    return LLM(EngineConfig(model=name, **options), progress=progress)
+    return LLM(EngineConfig(model=name, **options), progress=progress, policy=policy)
 
 
 class LLM:
@@ -72,7 +76,7 @@ class LLM:
     generation config, and are greedy without one. An unknown option raises `RequestError`.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: Progress | None = None) -> None:
+    def __init__(self, config: EngineConfig, *, progress: Progress | None = None, policy: Policy = first_come) -> None:
         # Here, so that what needs no engine need not wait for torch.
         from fastgraph.device.builder import build_device, settle_depth, settle_device, settle_dtype
 
@@ -101,7 +105,7 @@ class LLM:
         vocab = self.tokenizer.vocab_size if self.tokenizer else None
         # What the thread holds must not lead back here, or nobody's letting go would ever end it.
         build = partial(build_device, config, self.checkpoint, device, vocab, tell)
-        self.engine = Engine(build, depth=settle_depth(config, device))
+        self.engine = Engine(build, settle_depth(config, device), policy)
         self.limits = self.engine.limits
         # Neither a forgotten `close` nor the interpreter's end may leave the thread running.
         self._close = weakref.finalize(self, self.engine.close)
@@ -143,7 +147,7 @@ class LLM:
 
     async def agenerate(self, prompt: Prompt, **sampling: Any) -> Completion:
         """`generate` for one prompt, without blocking the event loop. Cancelling it aborts the request."""
-        tickets = self._submit(self._ids(prompt), sampling)
+        tickets = self.engine.submit_all(self._asks(self._ids(prompt), sampling))
         try:
             answers = await asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
         except asyncio.CancelledError:
@@ -248,10 +252,10 @@ class LLM:
                 raise RequestError(f"the prompt{where} is empty, and the model has no BOS token to start from")
         return [ids or [cast(int, bos)] for ids in all_ids]
 
-    def _submit(
+    def _asks(
         self, ids: list[int], sampling: Mapping[str, Any], on_text: Callable[[str], None] | None = None
-    ) -> list[Ticket]:
-        """Queue one prompt's n requests."""
+    ) -> list[Ask]:
+        """One prompt's n answers, as the engine is asked for them."""
         params = SamplingParams.of(self.sampling_defaults, sampling)
         if "max_tokens" not in sampling:
             room = max(self.limits.max_model_len - len(ids), 1)
@@ -262,11 +266,11 @@ class LLM:
         stop_ids = tuple(sorted(eos.union(params.stop_token_ids)))
         reads_text = bool(params.stop) or on_text is not None
         return [
-            self.engine.submit(
+            Ask(
                 ids,
                 params,
-                seed=seed,
-                stop_ids=stop_ids,
+                seed,
+                stop_ids,
                 text=TextStream(self._text_tokenizer, params.stop) if reads_text else None,
                 on_text=on_text,
             )
@@ -277,18 +281,18 @@ class LLM:
         self, prompt: Prompt | Sequence[Message], sampling: Mapping[str, Any], on_text: Callable[[str], None]
     ) -> Ticket:
         ids = self._ids(cast(Prompt, prompt)) if _is_prompt(prompt) else self.render(cast(Sequence[Message], prompt))
-        return self._submit(ids, sampling, on_text)[0]
+        return self.engine.submit_all(self._asks(ids, sampling, on_text))[0]
 
     def _answer(self, prompts: Sequence[list[int]], sampling: Mapping[str, Any], progress: bool | None) -> list[Any]:
         """A completion for each prompt, or a list of n. If anything stops the wait, everything is aborted."""
-        groups: list[list[Ticket]] = []
+        groups = [self._asks(ids, sampling) for ids in prompts]
+        tickets = self.engine.submit_all([ask for group in groups for ask in group])
         try:
-            for ids in prompts:
-                groups.append(self._submit(ids, sampling))
-            _wait([ticket.future for group in groups for ticket in group], progress)
-            return [_single([self._completion(ticket.future.result()) for ticket in group]) for group in groups]
+            _wait([ticket.future for ticket in tickets], progress)
+            answers = iter([self._completion(ticket.future.result()) for ticket in tickets])
+            return [_single([next(answers) for _ in group]) for group in groups]
         except BaseException:
-            self.engine.abort([ticket.request.id for group in groups for ticket in group])
+            self.engine.abort([ticket.request.id for ticket in tickets])
             raise
 
     def _completion(self, answer: Answer) -> Completion:
@@ -301,7 +305,7 @@ class LLM:
             finish_reason=answer.finish_reason,
             logprobs=answer.logprobs,
             prompt_tokens=answer.prompt_tokens,
-            cached_tokens=0,
+            cached_tokens=answer.cached_tokens,
             timing=answer.timing,
         )
 

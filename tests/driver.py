@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 import numpy as np
-from simulated import Pending, SimulatedDevice, uninterrupted
+from simulated import Pending, SimulatedDevice, digest_of, uninterrupted
 
-from fastgraph.control.plan import Limits, StepPlan
+from fastgraph.control.forecast import Forecast
+from fastgraph.control.plan import NULL_PAGE, Admission, Int32, Limits, StepPlan
+from fastgraph.control.policy import Policy, first_come
 from fastgraph.control.scheduler import Output, Scheduler
-from fastgraph.control.states import Decoding, Finishing, FinishReason, Prefilling, Request, Waiting
+from fastgraph.control.states import Decoding, Finishing, FinishReason, Prefilling, Queued, Request, Retracted
 
 VOCAB = 24
 
 
 def limits_of(
-    slots: int = 4, pages: int = 32, page_size: int = 4, max_model_len: int = 64, max_step_tokens: int = 16
+    slots: int = 4,
+    pages: int = 32,
+    page_size: int = 4,
+    max_model_len: int = 64,
+    max_step_tokens: int = 16,
+    prefix_cache: bool = True,
+    host_pages: int = 0,
 ) -> Limits:
-    return Limits(slots, pages, page_size, max_model_len, max_step_tokens, VOCAB)
+    return Limits(slots, pages, page_size, max_model_len, max_step_tokens, VOCAB, prefix_cache, host_pages)
+
+
+class Careless(Forecast):
+    """Expects every answer to end at once: requests are let in while there are pages, and pushed out again."""
+
+    def left(self, generated: Int32, most: Int32, page_size: int) -> Int32:
+        return np.zeros(len(generated), np.int32)
 
 
 class Driver:
     """A scheduler and a simulated device, moved by hand. Every output is compared with an uninterrupted run's."""
 
-    def __init__(self, limits: Limits, depth: int = 0) -> None:
-        self.limits, self.depth = limits, depth
-        self.scheduler = Scheduler(limits)
+    def __init__(self, limits: Limits, depth: int = 0, policy: Policy = first_come, careless: bool = False) -> None:
+        self.limits, self.depth, self.policy = limits, depth, policy
+        self.scheduler = Scheduler(limits, policy)
+        if careless:
+            self.scheduler.forecast = Careless()
         self.device = SimulatedDevice(limits, depth)
         self.in_flight: deque[tuple[StepPlan, Pending]] = deque()
         self.requests: dict[int, Request] = {}
@@ -36,6 +53,7 @@ class Driver:
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.ended: dict[int, FinishReason] = {}
+        self.evicted = 0  # pages that the prefix cache gave up for others
         self.left = 0  # steps within which all must end, if nothing more is submitted
 
     @property
@@ -49,6 +67,9 @@ class Driver:
         self.tokens[request.id], self.logprobs[request.id] = [], []
         if stop_after is not None:
             self.stop_after[request.id] = stop_after
+        self._give_time()
+
+    def _give_time(self) -> None:
         # The oldest request moves with every step: by a page of its prompt or by a token.
         self.left = sum(self.requests[i].max_length + 2 + self.depth for i in self.live)
 
@@ -56,13 +77,51 @@ class Driver:
         """Submit a step; False if there is none to submit."""
         if len(self.in_flight) > self.depth:
             return False
+        before = self.known_prefixes()
         plan = self.scheduler.plan()
         if plan is None:
             return False
+        kept = before.items() & self.known_prefixes().items()
+        self.evicted += len(before) - len(kept)
+        for admission in plan.admissions:
+            self.check_hit(admission, {prefix for prefix, _ in kept})
         self.in_flight.append((plan, self.device.execute(plan)))
         self.left -= 1
         assert self.left >= 0, "somebody starves"
         return True
+
+    @property
+    def retractable(self) -> bool:
+        return not self.in_flight and bool(self.scheduler.table.running.any())
+
+    def retract(self) -> None:
+        """As if a decoding request had found no page."""
+        self.scheduler.retract_last()
+        self._give_time()
+
+    def known_prefixes(self) -> dict[tuple[int, ...], int]:
+        """What the prefix tree says: a page for each sequence of tokens that ends with it."""
+        tree = self.scheduler.pool.tree
+        prefix_of: dict[int, tuple[int, ...]] = {NULL_PAGE: ()}  # by page
+
+        def find(page: int) -> tuple[int, ...]:
+            if page not in prefix_of:
+                before, key = tree._keys[page]
+                prefix_of[page] = find(before) + tuple(np.frombuffer(key, np.int32).tolist())
+            return prefix_of[page]
+
+        prefixes = {find(page): page for page in tree._keys}
+        assert len(prefixes) == len(tree._keys), "a prefix is known twice"
+        return prefixes
+
+    def check_hit(self, admission: Admission, prefixes: set[tuple[int, ...]]) -> None:
+        """A request that is let in finds what is known of it, to the last page, and not its last token."""
+        sequence, size = (*admission.prompt.tolist(), *admission.answer.tolist()), self.limits.page_size
+        known = 0
+        while sequence[: known + size] in prefixes and known + size < len(sequence):
+            known += size
+        assert admission.computed == known or (self.limits.host_pages and admission.computed > known)
+        assert admission.computed < len(sequence)
 
     def land(self) -> list[Output]:
         plan, pending = self.in_flight.popleft()
@@ -126,9 +185,12 @@ class Driver:
             self.land()
         self.check()
         assert self.scheduler.plan() is None
-        assert self.scheduler.pool.free == self.limits.pages
+        assert self.scheduler.pool.free + self.scheduler.pool.cached == self.limits.pages
+        assert self.scheduler.host.free == self.limits.host_pages
         assert self.scheduler.running == self.scheduler.waiting == len(self.scheduler.queue) == 0
         assert not self.scheduler.states
+        if self.policy is not first_come:
+            return
         first = [sampled for sampled in self.device.sampled if sampled.index == 0]
         assert all(a.step <= b.step for a, b in pairwise(sorted(first, key=lambda s: s.seed))), "an elder is overtaken"
 
@@ -137,10 +199,18 @@ class Driver:
         scheduler, pool = self.scheduler, self.scheduler.pool
         states = scheduler.states
         holding = [s for s in states.values() if isinstance(s, (Prefilling, Decoding, Finishing))]
-        pages = [page for state in holding for page in state.resources.lease.pages.tolist()]
-        assert pool.free + pool.leased == pool.total == self.limits.pages
-        assert len(pages) == len(set(pages)) == pool.leased
-        assert sorted([*pages, *pool._stack[: pool.free].tolist()]) == list(range(1, pool.total + 1))
+        held = Counter(page for state in holding for page in state.resources.lease.pages.tolist())
+        assert pool.free + pool.leased + pool.cached == pool.total == self.limits.pages
+        assert {page: count for page, count in enumerate(pool._holders.tolist()) if count} == held
+        cached = list(pool.tree._unused)
+        assert (len(held), len(cached)) == (pool.leased, pool.cached)
+        assert sorted([*held, *cached, *pool._stack[: pool.free].tolist()]) == list(range(1, pool.total + 1))
+        self.check_prefixes(held, cached)
+        saved = [p for s in states.values() if isinstance(s, Retracted) for p in s.saved.pages.tolist()]
+        assert scheduler.host.free + scheduler.host.leased == self.limits.host_pages
+        assert sorted([*saved, *scheduler.host._stack[: scheduler.host.free].tolist()]) == list(
+            range(1, self.limits.host_pages + 1)
+        )
         slots = [state.resources.slot for state in holding]
         assert sorted([*slots, *scheduler._free_slots]) == list(range(1, self.limits.slots + 1))
         assert scheduler.running == len(slots)
@@ -152,16 +222,41 @@ class Driver:
             assert scheduler.table.running[slot] == (not isinstance(state, Finishing))
             assert scheduler.table.decoding[slot] == isinstance(state, Decoding)
         queued = [span.request_id for span in scheduler.queue]
-        assert queued == sorted(queued)
-        assert queued == sorted(i for i, s in states.items() if isinstance(s, (Waiting, Prefilling)))
-        waiting = [i for i, s in states.items() if isinstance(s, Waiting)]
+        assert sorted(queued) == sorted(i for i, s in states.items() if isinstance(s, (*Queued.__args__, Prefilling)))
+        waiting = [i for i, s in states.items() if isinstance(s, Queued)]
         assert scheduler.waiting == len(waiting)
-        assert all(i > s.request.id for i in waiting for s in holding if not isinstance(s, Finishing))
+        if self.policy is first_come:
+            assert queued == sorted(queued)
+            assert all(i > s.request.id for i in waiting for s in holding if not isinstance(s, Finishing))
         assert {i for i, s in states.items() if not isinstance(s, Finishing)} == set(self.live)
 
+    def check_prefixes(self, held: Mapping[int, int], cached: list[int]) -> None:
+        """Every page that the prefix tree knows holds just what it says; a page outlives those that follow it."""
+        prefixes, size = self.known_prefixes(), self.limits.page_size
+        assert set(cached) <= set(prefixes.values())
+        assert set(prefixes.values()) <= {*held, *cached}
+        for prefix, page in prefixes.items():
+            tokens, places, digests = self.device.cells[page].T.tolist()
+            assert tokens == list(prefix[-size:])
+            assert places == list(range(len(prefix) - size, len(prefix)))
+            assert digests[-1] == digest_of(prefix)
+            before = prefixes.get(prefix[:-size], NULL_PAGE)
+            if page in held:
+                assert before == NULL_PAGE or before in held
+            elif before in cached:
+                assert cached.index(page) < cached.index(before), "a page would go before one that follows it"
+        if not self.limits.prefix_cache:
+            assert not prefixes
 
-def drive(requests: Iterable[Request], limits: Limits, depth: int = 0) -> Driver:
-    driver = Driver(limits, depth)
+
+def drive(
+    requests: Iterable[Request],
+    limits: Limits,
+    depth: int = 0,
+    policy: Policy = first_come,
+    careless: bool = False,
+) -> Driver:
+    driver = Driver(limits, depth, policy, careless)
     for request in requests:
         driver.submit(request)
     driver.finish()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastgraph.config import MAX_LOGPROBS, SamplingParams
 from fastgraph.control.plan import NULL_SLOT, Admission, Int32, Limits, Logprobs, StepPlan, StepResult
@@ -27,6 +28,11 @@ def next_token(sequence: Sequence[int], seed: int, vocab: int, banned: Sequence[
     while token in banned:
         token = (token + 1) % vocab
     return token
+
+
+def digest_of(tokens: Sequence[int], before: int = 0) -> int:
+    """Of a whole sequence, or of tokens that follow a sequence whose digest is known."""
+    return zlib.crc32(np.array(tokens, np.int32).tobytes(), before)
 
 
 def logprob(sequence: Sequence[int]) -> float:
@@ -55,6 +61,7 @@ class Tenant:
     admission: Admission
     number: int  # of the admission: no two tenants share it
     pages: list[int] = field(default_factory=list)  # its page table
+    lives: list[int] = field(default_factory=list)  # of each page, how often it had been given out when it came
     length: int = 0  # tokens in its pages
     history: list[int] = field(default_factory=list)  # prompt, answer, and what was sampled since
 
@@ -63,9 +70,13 @@ class Tenant:
         return len(self.history) - len(self.admission.prompt)
 
     @property
+    def known(self) -> int:
+        return len(self.admission.prompt) + len(self.admission.answer)
+
+    @property
     def prefilled(self) -> bool:
         """Whether the last token of its history was sampled here, and is yet to be computed."""
-        return self.length >= len(self.admission.prompt) + len(self.admission.answer)
+        return self.length >= self.known
 
 
 @dataclass
@@ -103,11 +114,11 @@ class SimulatedDevice:
         self._in_flight: deque[tuple[Pending, list[Int32], set[int]]] = deque()
         self._tenants: dict[int, Tenant] = {}
         self._admitted = 0
-        self._owner: dict[int, Tenant] = {}  # of a page: who was given it last
-        size = (limits.pages + 1, limits.page_size)
-        self._token = np.full(size, NOTHING, np.int32)
-        self._position = np.full(size, NOTHING, np.int32)
-        self._tenant = np.full(size, NOTHING, np.int32)
+        self._owner: dict[int, int] = {}  # of a page: the number of the tenant who may write it
+        self._life = [0] * (limits.pages + 1)  # how often a page was given to somebody to write
+        # [pages, page_size, 3] of (token, position, digest of all tokens up to here), on the device and on the host
+        self.cells = np.full((limits.pages + 1, limits.page_size, 3), NOTHING, np.int64)
+        self._host_cells = np.full((limits.host_pages + 1, limits.page_size, 3), NOTHING, np.int64)
 
     # --- what the control plane calls ---
 
@@ -126,8 +137,11 @@ class SimulatedDevice:
         for admission in plan.admissions:
             self._admit(admission)
             assert any(span.slot == admission.slot for span in plan.spans), "a slot is taken before it is needed"
+        self._copy_pages(plan)
         for slot, index, page in plan.page_writes.tolist():
-            self._write_page(slot, index, page, used)
+            self._write_page(slot, index, page, used, page in plan.restores[:, 1])
+        for admission in plan.admissions:
+            self._check_beginning(self._tenants[admission.slot])
         rows = [self._decode(slot) for slot in plan.decode_slots.tolist()]
         rows += [self._prefill(span) for span in plan.spans]
         self.computed += plan.tokens
@@ -160,20 +174,40 @@ class SimulatedDevice:
             busy = [*plan.decode_slots.tolist(), *(span.slot for span in plan.spans)]
             assert admission.slot not in busy, "a slot has a new tenant while a step of the old one is in flight"
         self._admitted += 1
-        tenant = Tenant(admission, self._admitted)
+        tenant = Tenant(admission, self._admitted, length=admission.computed)
         tenant.history = [*admission.prompt.tolist(), *admission.answer.tolist()]
+        assert 0 <= tenant.length < tenant.known, "there is nothing left to take logits from"
         self._tenants[admission.slot] = tenant
 
-    def _write_page(self, slot: int, index: int, page: int, used: Sequence[int]) -> None:
+    def _copy_pages(self, plan: StepPlan) -> None:
+        for page, host_page in plan.snapshots.tolist():
+            assert 1 <= host_page <= self.limits.host_pages
+            self._host_cells[host_page] = self.cells[page]
+        for host_page, page in plan.restores.tolist():
+            self.cells[page] = self._host_cells[host_page]
+        for copied in (plan.snapshots[:, 1], plan.restores[:, 1]):
+            assert len(set(copied.tolist())) == len(copied), "two pages are copied to one place"
+
+    def _check_beginning(self, tenant: Tenant) -> None:
+        """What a request finds computed must be its own beginning, written by earlier steps."""
+        if tenant.length:
+            assert self._read(tenant) == tenant.history[: tenant.length], "cached pages of another prompt"
+
+    def _write_page(self, slot: int, index: int, page: int, used: Sequence[int], restored: bool) -> None:
         tenant = self._tenants[slot]
         assert slot in used, "a page is given to a slot that takes no part in the step"
         assert 1 <= page <= self.limits.pages
         assert index == len(tenant.pages), "a page table grows at its end"
         assert index * self.limits.page_size < self.limits.max_model_len
-        for _, _, pages in self._in_flight:
-            assert page not in pages, "a page is used again while a step that may write it is in flight"
+        if restored or index * self.limits.page_size >= tenant.admission.computed:
+            for _, _, pages in self._in_flight:
+                assert page not in pages, "a page is used again while a step that may write it is in flight"
+            self._owner[page] = tenant.number
+            self._life[page] += 1
+        else:  # shared: to be read alone
+            assert self.limits.prefix_cache
         tenant.pages.append(page)
-        self._owner[page] = tenant
+        tenant.lives.append(self._life[page])
 
     def _decode(self, slot: int) -> tuple[Tenant, bool]:
         tenant = self._tenants[slot]
@@ -184,39 +218,44 @@ class SimulatedDevice:
 
     def _prefill(self, span: Any) -> tuple[Tenant, bool]:
         tenant, size = self._tenants[span.slot], self.limits.page_size
-        known = len(tenant.admission.prompt) + len(tenant.admission.answer)
+        known = tenant.known
         stop = span.start + len(span.ids)
         assert len(span.ids) > 0
         assert span.start == tenant.length, "spans follow each other"
         assert stop <= known
         assert span.samples == (stop == known)
-        assert span.start % size == 0, "a chunk starts with a page"
+        assert span.start % size == 0 or stop == known, "a chunk starts with a page, or is what was not saved"
         assert span.samples or stop % size == 0, "a chunk ends with a page, or with the prompt"
         assert span.ids.tolist() == tenant.history[span.start : stop]
         self._compute(tenant, span.ids.tolist())
         return tenant, span.samples
 
     def _compute(self, tenant: Tenant, ids: Sequence[int]) -> None:
-        """Write the tokens' "keys and values": the tokens themselves, where they stand, and whose they are."""
+        """Write the tokens' "keys and values": the token, where it stands, and what attention sees before it."""
+        digest = int(self._cells_of(tenant)[-1, 2]) if tenant.length else 0
         for token in ids:
-            place = divmod(tenant.length, self.limits.page_size)
-            assert place[0] < len(tenant.pages), "a token has no page"
-            where = tenant.pages[place[0]], place[1]
+            index, offset = divmod(tenant.length, self.limits.page_size)
+            assert index < len(tenant.pages), "a token has no page"
+            assert self._owner[tenant.pages[index]] == tenant.number, "a page is written that belongs to somebody else"
             assert tenant.length < self.limits.max_model_len
-            self._token[where], self._position[where], self._tenant[where] = token, tenant.length, tenant.number
+            digest = digest_of([token], digest)
+            self.cells[tenant.pages[index], offset] = token, tenant.length, digest
             tenant.length += 1
-        assert all(self._owner[page] is tenant for page in tenant.pages), "two live slots have a page in common"
+        assert tenant.lives == [self._life[page] for page in tenant.pages], "a page was given away while it was in use"
 
     def _read(self, tenant: Tenant) -> list[int]:
         """The sequence so far, as attention finds it."""
-        pages = np.array(tenant.pages)
-        tokens, positions, tenants = (
-            part[pages].ravel()[: tenant.length] for part in (self._token, self._position, self._tenant)
-        )
-        assert (tokens != NOTHING).all(), "a position is read that was never written"
-        assert (positions == np.arange(tenant.length)).all()
-        assert (tenants == tenant.number).all(), "a position is read that another request wrote"
-        return [int(token) for token in tokens]
+        cells = self._cells_of(tenant)
+        assert len(cells) == tenant.length, "a position has no page"
+        assert (cells != NOTHING).all(), "a position is read that was never written"
+        assert (cells[:, 1] == np.arange(tenant.length)).all()
+        assert cells[-1, 2] == digest_of(tenant.history[: tenant.length]), "written after other tokens than these"
+        return [int(token) for token in cells[:, 0]]
+
+    def _cells_of(self, tenant: Tenant) -> NDArray[np.int64]:
+        """[length, 3]"""
+        cells: NDArray[np.int64] = self.cells[tenant.pages].reshape(-1, 3)[: tenant.length]
+        return cells
 
     def _sample(self, tenants: Sequence[Tenant], plan: StepPlan) -> StepResult:
         tokens, chosen = [], []
@@ -246,20 +285,23 @@ def check_types(plan: StepPlan) -> None:
     """A plan is numpy and numbers, of exactly these kinds."""
     assert plan.page_writes.dtype == np.int32
     assert plan.page_writes.shape == (len(plan.page_writes), 3)
+    assert plan.snapshots.shape == (len(plan.snapshots), 2)
+    assert plan.restores.shape == (len(plan.restores), 2)
     for array in arrays_of(plan):
         assert type(array) is np.ndarray
         assert array.dtype == np.int32
-        assert array.ndim == 1 or array is plan.page_writes
+        assert array.ndim == 1 or any(array is table for table in (plan.page_writes, plan.snapshots, plan.restores))
     assert type(plan.number) is int
     assert type(plan.tokens) is int
     for span in plan.spans:
         assert (type(span.slot), type(span.start), type(span.samples)) == (int, int, bool)
     for admission in plan.admissions:
-        assert (type(admission.slot), type(admission.seed)) == (int, int)
+        assert (type(admission.slot), type(admission.seed), type(admission.computed)) == (int, int, int)
 
 
 def arrays_of(plan: StepPlan) -> list[Int32]:
-    arrays = [plan.page_writes, plan.decode_slots, plan.sampling_slots, *(span.ids for span in plan.spans)]
+    arrays = [plan.page_writes, plan.snapshots, plan.restores, plan.decode_slots, plan.sampling_slots]
+    arrays += [span.ids for span in plan.spans]
     return arrays + [part for admission in plan.admissions for part in (admission.prompt, admission.answer)]
 
 

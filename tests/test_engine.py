@@ -108,13 +108,14 @@ def test_a_stop_string_wins_over_the_end_of_text_that_follows_it(depth: int) -> 
 
 
 def test_nothing_grows_with_the_requests_that_were_served() -> None:
-    """Requests of five hundred different lengths leave no more behind than a few do."""
-    limits = Limits(slots=4, pages=700, page_size=4, max_model_len=600, max_step_tokens=700, vocab=VOCAB)
+    """Requests of five hundred different lengths leave no more behind than a few do, which fill the prefix cache."""
+    limits = Limits(slots=4, pages=160, page_size=4, max_model_len=600, max_step_tokens=700, vocab=VOCAB)
 
     def serve(lengths: range) -> int:
         for length in lengths:
             outcome(ask(engine, [1] * length, seed=length, max_tokens=2))
         device.plans.clear()
+        device.sampled.clear()
         gc.collect()
         ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/fastgraph/*")])
         return sum(trace.size for trace in ours.traces)
@@ -122,7 +123,7 @@ def test_nothing_grows_with_the_requests_that_were_served() -> None:
     with running(limits=limits) as (engine, device):
         tracemalloc.start()
         try:
-            before, after = serve(range(1, 11)), serve(range(11, 511))
+            before, after = serve(range(590, 580, -1)), serve(range(11, 511))
         finally:
             tracemalloc.stop()
     assert after - before < 30_000  # bytes; the requests' own tokens are half a million

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Careless
 from loading_helpers import default_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -133,14 +134,18 @@ def test_one_by_one_and_by_threads_give_what_the_batch_gave(llm: fastgraph.LLM, 
     assert ids(together(llm, [(prompt, {}) for prompt in PROMPTS])) == expected
 
 
-def test_chunked_preempted_and_several_steps_in_flight_give_what_the_batch_gave(answers: list[Completion]) -> None:
+def test_chunked_preempted_and_several_steps_in_flight_give_what_the_batch_gave(
+    answers: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastgraph.control.scheduler.Forecast", Careless)
     tight = {"max_decode_bs": 4, "page_size": 4, "max_step_tokens": 12, "kv_pages": 26, "in_flight_depth": 2}
     with fastgraph.load_model(**SMALL, **tight) as llm:
         assert len(llm.tokenizer.encode(PROMPTS[2])) > 3 * 12  # type: ignore[union-attr]
         assert ids(llm.generate(PROMPTS, max_tokens=32)) == [answer.token_ids[:32] for answer in answers]
         stats = llm.stats()
     assert stats["preemptions"] > 0
-    assert (stats["pages_free"], stats["recompiles"], stats["eager_steps"]) == (26, 0, 0)
+    assert stats["pages_free"] + stats["pages_cached"] == 26
+    assert (stats["recompiles"], stats["eager_steps"]) == (0, 0)
 
 
 def test_a_seed_gives_the_same_text_alone_and_beside_others(llm: fastgraph.LLM, answers: list[Completion]) -> None:

@@ -11,7 +11,7 @@ from fastgraph.config import SamplingParams
 from fastgraph.control import states
 from fastgraph.control.pages import Lease, PagePool
 from fastgraph.control.plan import NULL_PAGE, Int32
-from fastgraph.control.states import Request, Resources, Times
+from fastgraph.control.states import Past, Request, Resources
 from fastgraph.errors import DeadLease
 
 
@@ -66,7 +66,7 @@ def test_asking_for_more_than_is_free_is_refused_and_changes_nothing() -> None:
     pool = PagePool(4)
     lease = pool.lease(2)
     pages = lease.pages.tolist()
-    with pytest.raises(ValueError, match="3 pages asked for, 2 free"):
+    with pytest.raises(ValueError, match="3 pages asked for, 2 available"):
         pool.lease(3)
     with pytest.raises(ValueError, match="5 pages asked for"):
         pool.grow([lease, pool.lease()], np.array([2, 3], np.int32))
@@ -87,7 +87,7 @@ def test_pages_given_back_are_the_next_to_be_taken() -> None:
 def test_a_transition_consumes_its_state() -> None:
     pool = PagePool(4)
     request = Request(1, np.zeros(3, np.int32), SamplingParams(), 0, (), 5, False)
-    waiting = states.Waiting(request, np.empty(0, np.int32), Times(0.0, 0.0))
+    waiting = states.Waiting(request, np.empty(0, np.int32), Past(0.0, 0.0, 0))
     lease = pool.lease(2)
     prefilling = states.admit(waiting, 1, lease)
     decoding = states.decode(prefilling)
@@ -100,7 +100,7 @@ def test_a_transition_consumes_its_state() -> None:
         lambda: states.decode(prefilling),
         lambda: states.finish(prefilling, 3),
         lambda: states.finish(decoding, 3),
-        lambda: states.retract(decoding, waiting.answer, waiting.times),
+        lambda: states.retract(decoding, waiting.answer, waiting.past),
     ):
         with pytest.raises(DeadLease):
             again()
@@ -114,10 +114,10 @@ def test_a_transition_consumes_its_state() -> None:
 def test_a_retracted_state_has_given_everything_back() -> None:
     pool = PagePool(4)
     request = Request(1, np.zeros(3, np.int32), SamplingParams(), 0, (), 9, False)
-    waiting = states.Waiting(request, np.empty(0, np.int32), Times(0.0, 0.0))
+    waiting = states.Waiting(request, np.empty(0, np.int32), Past(0.0, 0.0, 0))
     decoding = states.decode(states.admit(waiting, 1, pool.lease(2)))
-    again = states.retract(decoding, np.array([7, 8], np.int32), Times(1.0, 2.0))
-    assert (again.request, again.answer.tolist(), again.times) == (request, [7, 8], Times(1.0, 2.0))
+    again = states.retract(decoding, np.array([7, 8], np.int32), Past(1.0, 2.0, 3))
+    assert (again.request, again.answer.tolist(), again.past) == (request, [7, 8], Past(1.0, 2.0, 3))
     assert pool.free == 4
     with pytest.raises(DeadLease):
         states.finish(decoding, 1)

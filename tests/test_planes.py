@@ -107,7 +107,7 @@ def test_what_crosses_a_border_is_frozen(kind: type[Any]) -> None:
         assert "__slots__" in vars(kind)
 
 
-@pytest.mark.parametrize("kind", [*states.State.__args__, states.Request, states.Resources, states.Times])
+@pytest.mark.parametrize("kind", [*states.State.__args__, states.Request, states.Resources, states.Past])
 def test_states_are_frozen_and_slotted(kind: type[Any]) -> None:
     assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
     instance = object.__new__(kind)

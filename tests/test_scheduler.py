@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from driver import VOCAB, Driver, limits_of
 from hypothesis import HealthCheck, event, given, settings
@@ -15,50 +17,59 @@ from simulated import make_request, uninterrupted
 from fastgraph.control.plan import Limits
 from fastgraph.control.states import Request
 
-SOAK = float(os.environ.get("FASTGRAPH_SOAK", "1"))  # times the usual number of examples
+SOAK = float(os.environ.get("FASTGRAPH_SOAK", "1"))  # times the usual number of events
+
+Draw = Callable[[int, int], int]  # a whole number between two, both included
 
 
-def draw_limits(data: st.DataObject) -> Limits:
-    size, slots = data.draw(st.integers(1, 4), "page size"), data.draw(st.integers(1, 4), "slots")
-    pages = data.draw(st.integers(1, 12), "pages")
-    longest = data.draw(st.sampled_from([pages * size + 1, 24]), "longest")
-    step_tokens = slots + size + data.draw(st.integers(0, 8), "more step tokens")
-    return limits_of(slots, pages, size, max(longest, 2), step_tokens)
+def draws_of(data: st.DataObject) -> Draw:
+    return lambda low, high: data.draw(st.integers(low, high))
 
 
-def draw_request(data: st.DataObject, number: int, limits: Limits) -> Request:
-    """Any request that can be served."""
+def draw_limits(draw: Draw) -> Limits:
+    size, slots, pages = draw(1, 4), draw(1, 4), draw(1, 12)
+    longest = (pages * size + 1, 24)[draw(0, 1)]
+    return limits_of(
+        slots, pages, size, max(longest, 2), slots + size + draw(0, 8), draw(0, 3) > 0, host_pages=max(draw(-4, 12), 0)
+    )
+
+
+def draw_request(draw: Draw, number: int, limits: Limits, earlier: Sequence[Request] = ()) -> Request:
+    """Any request that can be served. Few beginnings, so that many are alike, and some go on where an answer ended."""
     longest = min(limits.max_model_len, limits.pool_tokens + 1)
-    prompt = data.draw(st.integers(1, longest - 1), "prompt")
-    max_tokens = data.draw(st.integers(1, longest - prompt), "max_tokens")
-    stop_ids = data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=3), "stop ids")
+    kind = draw(0, 3)
+    if kind == 0 and earlier:
+        before = earlier[draw(0, len(earlier) - 1)]
+        told = [*before.prompt.tolist(), *uninterrupted(before, VOCAB)[0], draw(0, 1)]
+        prompt = np.array(told[: longest - 1], np.int32)
+    else:
+        prompt = (np.arange(draw(1, longest - 1), dtype=np.int32) + kind) % 7
+    max_tokens = draw(1, longest - len(prompt))
     return make_request(
         number,
         prompt,
         max_tokens,
-        stop_ids=tuple(sorted(stop_ids)),
-        incremental=data.draw(st.booleans(), "incremental"),
-        min_tokens=data.draw(st.integers(0, max_tokens), "min_tokens"),
-        logprobs=data.draw(st.booleans(), "logprobs"),
+        stop_ids=tuple(sorted({draw(0, VOCAB - 1) for _ in range(draw(0, 3))})),
+        incremental=bool(draw(0, 1)),
+        min_tokens=draw(0, max_tokens) if draw(0, 1) else 0,
+        logprobs=bool(draw(0, 1)),
     )
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Requests come, steps are submitted and land, and requests are ended, in any order whatever."""
+    """Requests come, steps are submitted and land, requests are pushed out and ended, in any order whatever."""
 
     driver: Driver
 
-    @initialize(data=st.data(), depth=st.integers(0, 3))
-    def build(self, data: st.DataObject, depth: int) -> None:
-        self.driver = Driver(draw_limits(data), depth)
-        self.count = 0
+    @initialize(data=st.data(), depth=st.integers(0, 3), careless=st.booleans())
+    def build(self, data: st.DataObject, depth: int, careless: bool) -> None:
+        self.driver = Driver(draw_limits(draws_of(data)), depth, careless=careless)
 
-    @rule(data=st.data())
-    def submit(self, data: st.DataObject) -> None:
-        self.count += 1
-        request = draw_request(data, self.count, self.driver.limits)
-        stop_after = data.draw(st.none() | st.integers(1, 6), "stop string after") if request.incremental else None
-        self.driver.submit(request, stop_after)
+    @rule(data=st.data(), stop_after=st.none() | st.integers(1, 6))
+    def submit(self, data: st.DataObject, stop_after: int | None) -> None:
+        earlier = list(self.driver.requests.values())
+        request = draw_request(draws_of(data), len(earlier) + 1, self.driver.limits, earlier)
+        self.driver.submit(request, stop_after if request.incremental else None)
 
     @rule()
     def plan(self) -> None:
@@ -76,6 +87,11 @@ class AnyHistory(RuleBasedStateMachine):
             if self.driver.live:
                 self.driver.step()
 
+    @precondition(lambda self: self.driver.retractable)
+    @rule()
+    def retract(self) -> None:
+        self.driver.retract()
+
     @precondition(lambda self: self.driver.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -83,7 +99,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule()
     def abort_of_a_stranger(self) -> None:
-        assert self.driver.scheduler.abort(self.count + 1) is None
+        assert self.driver.scheduler.abort(len(self.driver.requests) + 1) is None
 
     @invariant()
     def everything_adds_up(self) -> None:
@@ -102,32 +118,74 @@ AnyHistory.TestCase.settings = settings(
 TestAnyHistory = AnyHistory.TestCase
 
 
+def walk(chance: random.Random, events: int) -> Driver:
+    """The same by chance, which is faster, so that it goes further; everything is checked after every event."""
+    driver = Driver(draw_limits(chance.randint), chance.randint(0, 3), careless=chance.random() < 0.7)
+    crowd = chance.choice([2, 6, 20])  # requests at once
+    for _ in range(events):
+        die = chance.random()
+        if die < 0.2 and len(driver.live) < crowd:
+            earlier = list(driver.requests.values())[-8:]
+            request = draw_request(chance.randint, len(driver.requests) + 1, driver.limits, earlier)
+            stop_after = chance.randint(1, 6) if request.incremental and chance.random() < 0.3 else None
+            driver.submit(request, stop_after)
+        elif die < 0.25 and driver.requests:
+            driver.abort(chance.choice(driver.live) if driver.live else 1)
+        elif die < 0.27:
+            while driver.in_flight:
+                driver.land()
+            if driver.retractable:
+                driver.retract()
+        elif die < 0.6 and driver.in_flight:
+            driver.land()
+        else:
+            driver.plan()
+        driver.check()
+    driver.finish()
+    return driver
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_ten_thousand_events_by_chance(part: int) -> None:
+    chance = random.Random(part)
+    seen = {"preemptions": 0, "hits": 0, "restores": 0, "evictions": 0}
+    for _ in range(int(50 * SOAK)):
+        driver = walk(chance, 200)
+        seen["preemptions"] += driver.scheduler.preemptions
+        seen["hits"] += driver.scheduler.prefix_hit_tokens
+        seen["restores"] += sum(len(plan.restores) for plan in driver.device.plans)
+        seen["evictions"] += driver.evicted
+    assert all(count > 20 for count in seen.values()), seen
+
+
 @settings(max_examples=int(80 * SOAK), deadline=None)
 @given(st.data())
 def test_a_request_gets_the_same_tokens_whatever_the_limits(data: st.DataObject) -> None:
     """Every number of slots, pages and step tokens, and every depth. `Driver` compares with the uninterrupted run."""
-    smallest = limits_of(1, 6, 2, 13, 3)
-    requests = [draw_request(data, i, smallest) for i in range(1, data.draw(st.integers(1, 6)) + 1)]
+    draw, smallest = draws_of(data), limits_of(1, 6, 2, 13, 3)
+    requests = [draw_request(draw, i, smallest) for i in range(1, draw(1, 6) + 1)]
     for _ in range(3):
-        size = data.draw(st.sampled_from([1, 2, 3, 4]))
-        slots = data.draw(st.integers(1, 5))
-        pages = -(-12 // size) + data.draw(st.integers(0, 20))
-        limits = limits_of(slots, pages, size, 13, slots + size + data.draw(st.integers(0, 20)))
-        driver = Driver(limits, data.draw(st.integers(0, 3)))
+        size, slots = draw(1, 4), draw(1, 5)
+        pages = -(-12 // size) + draw(0, 20)
+        limits = limits_of(slots, pages, size, 13, slots + size + draw(0, 20), draw(0, 1) > 0, draw(0, 8))
+        driver = Driver(limits, draw(0, 3))
         for request in requests:
             driver.submit(request)
         driver.finish()
         assert driver.tokens == {r.id: uninterrupted(r, VOCAB)[0] for r in requests}
 
 
+@pytest.mark.parametrize("host_pages", [0, 5, 40])
 @pytest.mark.parametrize("depth", range(4))
-def test_pressure_that_preempts_over_and_over_changes_no_token(depth: int) -> None:
+def test_pressure_that_preempts_over_and_over_changes_no_token(depth: int, host_pages: int) -> None:
     chance = random.Random(depth)
-    driver = Driver(limits_of(slots=6, pages=9, page_size=2, max_model_len=19, max_step_tokens=9), depth)
-    for number in range(1, 31):
+    limits = limits_of(slots=6, pages=9, page_size=2, max_model_len=19, max_step_tokens=9, host_pages=host_pages)
+    driver = Driver(limits, depth, careless=True)
+    for number in range(1, 61):
         prompt = chance.randint(1, 12)
         logprobs = chance.random() < 0.5
         driver.submit(make_request(number, prompt, 18 - prompt, stop_ids=(number % VOCAB,), logprobs=logprobs))
     driver.finish()
     assert driver.scheduler.preemptions > 10
     assert {driver.ended[i] for i in driver.ended} == {"stop", "length"}
+    assert any(len(plan.restores) for plan in driver.device.plans) == (host_pages > 0)

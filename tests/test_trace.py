@@ -282,7 +282,7 @@ def test_from_load_model_to_the_command_line(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "2 requests, 0 aborts, " in result.output
     assert "every plan is the one in the trace" in result.output
-    tamper(path, 3, lambda event: event["plan"].update(number=8))
+    tamper(path, 4, lambda event: event["plan"].update(number=8))
     result = CliRunner().invoke(app, ["replay", str(path)])
     assert result.exit_code == 1
     assert "plan.number is 1 now, and 8 in the log" in result.output

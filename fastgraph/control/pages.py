@@ -7,17 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from fastgraph.control.plan import NULL_PAGE, Int32
+from fastgraph.control.prefix import PrefixTree
 from fastgraph.errors import DeadLease
 
 
 class Lease:
-    """The right to use some pages. Held by exactly one request state; a transition moves it to the next."""
+    """The right to use some pages. Held by exactly one request state; a transition moves it to the next.
 
-    __slots__ = ("_pages", "_pool")
+    The first `published` pages are in the prefix tree: other leases may share them, and nobody writes them again.
+    """
 
-    def __init__(self, pool: PagePool, pages: Int32) -> None:
+    __slots__ = ("_pages", "_pool", "published")
+
+    def __init__(self, pool: PagePool, pages: Int32, published: int) -> None:
         self._pool = pool
         self._pages: Int32 | None = pages
+        self.published = published
 
     @property
     def pages(self) -> Int32:
@@ -32,7 +37,7 @@ class Lease:
     def move(self) -> Lease:
         """The same pages under a new lease; this one is dead."""
         pages, self._pages = self.pages, None
-        return Lease(self._pool, pages)
+        return Lease(self._pool, pages, self.published)
 
     def release(self) -> None:
         """Give the pages back; this lease is dead."""
@@ -41,14 +46,19 @@ class Lease:
 
 
 class PagePool:
-    """`total` pages, numbered from 1: page 0 is the null page. Always free + leased == total."""
+    """`total` pages, numbered from 1: page 0 is the null page. Always free + leased + cached == total.
+
+    A page is leased while any lease has it, cached while only the prefix tree knows it, and otherwise free.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.tree = PrefixTree()
         # A stack whose top is its end; filled so that the lowest pages are taken first.
         self._stack: Int32 = np.arange(total, NULL_PAGE, -1, dtype=np.int32)
         self._free = total
         self._leased = 0
+        self._holders = np.zeros(total + 1, np.int32)  # leases that have the page
 
     @property
     def free(self) -> int:
@@ -58,11 +68,33 @@ class PagePool:
     def leased(self) -> int:
         return self._leased
 
+    @property
+    def cached(self) -> int:
+        return self.tree.unused
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken: the free ones, and then the cached ones, which are forgotten."""
+        return self._free + self.tree.unused
+
     def lease(self, count: int = 0) -> Lease:
-        return Lease(self, self._take(count))
+        return Lease(self, self._take(count), published=0)
+
+    def unheld(self, pages: Sequence[int]) -> int:
+        """How many of these pages of the tree no lease has: to share them leaves so many fewer available."""
+        return int(np.count_nonzero(self._holders[list(pages)] == 0))
+
+    def share(self, pages: Sequence[int]) -> Lease:
+        """A lease of pages that the tree has found."""
+        shared = np.array(pages, np.int32)
+        unheld = shared[self._holders[shared] == 0]
+        self.tree.hold(unheld.tolist())
+        self._leased += len(unheld)
+        self._holders[shared] += 1
+        return Lease(self, shared, published=len(shared))
 
     def grow(self, leases: Sequence[Lease], counts: Int32) -> Int32:
-        """Put `counts[i]` free pages behind those of `leases[i]`; returns them all, in that order.
+        """Put `counts[i]` more pages behind those of `leases[i]`; returns them all, in that order.
 
         Many at once, because a thousand decoding slots may need a page in the same step.
         """
@@ -74,15 +106,40 @@ class PagePool:
             start += count
         return taken
 
+    def publish(self, lease: Lease, keys: Sequence[bytes], step: int) -> None:
+        """Let others find the pages after the lease's published ones, which `step` or an earlier one writes.
+
+        It ends at a page whose twin is known already: what follows would be found after the twin, which this lease
+        does not hold.
+        """
+        pages = lease.pages[lease.published :].tolist()
+        before = int(lease.pages[lease.published - 1]) if lease.published else NULL_PAGE
+        for key, page in zip(keys, pages, strict=False):
+            if not self.tree.add(before, key, page, step):
+                break
+            lease.published += 1
+            before = page
+
     def _take(self, count: int) -> Int32:
-        if not 0 <= count <= self._free:
-            raise ValueError(f"{count} pages asked for, {self._free} free: the scheduler must look before it takes")
+        if not 0 <= count <= self.available:
+            raise ValueError(
+                f"{count} pages asked for, {self.available} available: the scheduler must look before it takes"
+            )
+        if count > self._free:
+            self._put([self.tree.evict() for _ in range(count - self._free)])
         self._free -= count
         self._leased += count
         taken: Int32 = self._stack[self._free : self._free + count][::-1].copy()
+        self._holders[taken] = 1
         return taken
 
     def _give(self, pages: Int32) -> None:
-        self._stack[self._free : self._free + len(pages)] = pages[::-1]
+        self._holders[pages] -= 1
+        unheld = pages[self._holders[pages] == 0][::-1].tolist()  # the last page first, as the tree wants it
+        self._leased -= len(unheld)
+        self.tree.let_go([page for page in unheld if page in self.tree])
+        self._put([page for page in unheld if page not in self.tree])
+
+    def _put(self, pages: Sequence[int]) -> None:
+        self._stack[self._free : self._free + len(pages)] = pages
         self._free += len(pages)
-        self._leased -= len(pages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -28,6 +28,8 @@ class Limits:
     max_model_len: int  # tokens a request may span, prompt and answer together
     max_step_tokens: int  # tokens one step may compute
     vocab: int  # ids that may be sampled or prompted
+    prefix_cache: bool = True  # whether a prompt's pages may serve another one that begins alike
+    host_pages: int = 0  # pages of host memory that retracted requests may be saved to
 
     @property
     def pool_tokens(self) -> int:
@@ -43,7 +45,8 @@ class Admission:
     seed: int
     stop_ids: tuple[int, ...]
     prompt: Int32  # [prompt tokens]
-    answer: Int32  # [generated tokens]: what a preempted request had generated before, else empty
+    answer: Int32  # [generated tokens]: what a retracted request had generated before, else empty
+    computed: int  # tokens whose KV its pages hold already
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +61,18 @@ class PrefillSpan:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of the device: set slots up, then run decode rows and prefill spans in one forward."""
+    """One step of the device: copy pages, set slots up, then run decode rows and prefill spans in one forward.
+
+    The copies are part of the plan, so that they keep their order with the steps that write and read the pages.
+    """
 
     number: int
     admissions: tuple[Admission, ...]
     page_writes: Int32  # [writes, 3] of (slot, index in its page table, page)
     decode_slots: Int32  # [decode rows]
     spans: tuple[PrefillSpan, ...]
+    snapshots: Int32 = field(default_factory=lambda: np.empty((0, 2), np.int32))  # (page, host page): copied out first
+    restores: Int32 = field(default_factory=lambda: np.empty((0, 2), np.int32))  # (host page, page): copied in next
 
     @cached_property
     def sampling_slots(self) -> Int32:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -17,42 +17,47 @@ class Span:
 
 
 class SpanQueue:
-    """First in, first out, over spans, one for a request. A bite off the head leaves the rest of it in front.
+    """Spans, one for a request, by the number that the policy gave it; of equals the older request comes first.
 
-    No operation takes longer the more there is in the queue.
+    A bite off the head leaves the rest of it in front until it is eaten: no two prompts are half prefilled at once.
     """
 
     def __init__(self) -> None:
-        self._spans: OrderedDict[int, Span] = OrderedDict()  # by request id
+        self._spans: dict[int, Span] = {}  # by request id
+        self._heap: list[tuple[float, int]] = []  # (number, request id); some of them have gone meanwhile
+        self._bitten: Span | None = None  # the head, once it was bitten
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._spans) + (self._bitten is not None)
 
     def __iter__(self) -> Iterator[Span]:
-        return iter(self._spans.values())
+        if self._bitten:
+            yield self._bitten
+        yield from (self._spans[i] for _, i in sorted(set(self._heap)) if i in self._spans)
 
     @property
     def head(self) -> Span | None:
-        return next(iter(self._spans.values()), None)
+        if self._bitten:
+            return self._bitten
+        while self._heap and self._heap[0][1] not in self._spans:
+            heapq.heappop(self._heap)
+        return self._spans[self._heap[0][1]] if self._heap else None
 
-    def push(self, span: Span) -> None:
+    def push(self, span: Span, number: float) -> None:
         self._spans[span.request_id] = span
-
-    def push_front(self, span: Span) -> None:
-        """For a request that was retracted: it came before everything that still waits."""
-        self._spans[span.request_id] = span
-        self._spans.move_to_end(span.request_id, last=False)
+        heapq.heappush(self._heap, (number, span.request_id))
 
     def bite(self, tokens: int) -> Span:
-        """Take the first `tokens` tokens of the head."""
-        head = next(iter(self._spans.values()))
-        cut = head.start + tokens
-        if cut < head.stop:
-            self._spans[head.request_id] = replace(head, start=cut)
-        else:
-            del self._spans[head.request_id]
-        return replace(head, stop=min(cut, head.stop))
+        """Take the first `tokens` tokens of the head, which must be there."""
+        head = self.head
+        assert head is not None
+        self._spans.pop(head.request_id, None)
+        cut = min(head.start + tokens, head.stop)
+        self._bitten = replace(head, start=cut) if cut < head.stop else None
+        return replace(head, stop=cut)
 
     def remove(self, request_id: int) -> None:
         """Nothing happens if the request has no span here."""
         self._spans.pop(request_id, None)
+        if self._bitten and self._bitten.request_id == request_id:
+            self._bitten = None

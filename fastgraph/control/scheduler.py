@@ -1,29 +1,37 @@
-"""Queues and pages in, `StepPlan` out: continuous batching, prefill chunks riding with decode, first in first out."""
+"""Queues and pages in, `StepPlan` out: continuous batching, prefill chunks riding with decode, cached prefixes."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from fastgraph.control.forecast import Forecast, peak
 from fastgraph.control.pages import PagePool
 from fastgraph.control.plan import Admission, Int32, Limits, Logprobs, PrefillSpan, StepPlan, StepResult
+from fastgraph.control.policy import Policy, first_come
+from fastgraph.control.prefix import page_keys
 from fastgraph.control.queues import Span, SpanQueue
 from fastgraph.control.states import (
     Decoding,
     Finishing,
     FinishReason,
+    Past,
     Prefilling,
+    Queued,
     Request,
+    Retracted,
+    Running,
     State,
-    Times,
     Waiting,
     admit,
     decode,
     finish,
     release,
+    restore,
     retract,
+    save,
 )
 from fastgraph.control.table import SlotTable
 from fastgraph.errors import RequestError
@@ -39,7 +47,17 @@ class Output:
     token_ids: Int32  # [new tokens]
     logprobs: Logprobs | None  # a row per new token
     finish_reason: FinishReason | None
-    times: Times
+    past: Past
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a plan is made of, while it is being made."""
+
+    admissions: list[Admission] = field(default_factory=list)
+    page_writes: list[Int32] = field(default_factory=list)  # each [pages, 3], as in the plan
+    restores: list[Int32] = field(default_factory=list)  # each [pages, 2], as in the plan
+    spans: list[PrefillSpan] = field(default_factory=list)
 
 
 def check(request: Request, limits: Limits) -> None:
@@ -61,17 +79,22 @@ def check(request: Request, limits: Limits) -> None:
 
 
 class Scheduler:
-    """Owns every request's state, the page pool and the slots. Not thread-safe: one loop drives it."""
+    """Owns every request's state, the pages and the slots. Not thread-safe: one loop drives it."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, policy: Policy = first_come) -> None:
+        self.limits, self.policy = limits, policy
         self.table = SlotTable(limits)
         self.pool = PagePool(limits.pages)
+        self.host = PagePool(limits.host_pages)
         self.queue = SpanQueue()
+        self.forecast = Forecast()
         self.states: dict[int, State] = {}
         self.preemptions = 0
+        self.prompt_tokens = 0  # of all requests that got a slot
+        self.prefix_hit_tokens = 0  # of these, found in the prefix tree
         self._free_slots = list(range(limits.slots, 0, -1))  # a stack; the lowest is taken first
         self._finishing: deque[Finishing] = deque()  # oldest last step first
+        self._snapshots: list[Int32] = []  # for the next plan, each [pages, 2]
         self._planned = 0  # number of the newest step
         self._landed = 0  # number of the newest step whose result is in
 
@@ -81,7 +104,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return sum(isinstance(state, Waiting) for state in self.states.values())
+        return sum(isinstance(state, Queued) for state in self.states.values())
 
     @property
     def running(self) -> int:
@@ -90,43 +113,52 @@ class Scheduler:
     # --- requests come and go ---
 
     def submit(self, request: Request) -> None:
-        """Queue a request, one that `check` lets pass. Ids must grow from one to the next: they are its age."""
+        """Queue a request. Raises `RequestError` if it could never run."""
         check(request, self.limits)
-        self._wait(Waiting(request, np.empty(0, np.int32), Times(0.0, 0.0)))
+        self._enqueue(Waiting(request, np.empty(0, np.int32), Past(0.0, 0.0, 0)), 0)
 
     def abort(self, request_id: int) -> Output | None:
         """End a request now, wherever it is; its tokens so far come back. None if it has ended already."""
         match self.states.get(request_id):
-            case Waiting(request, answer, times):
+            case (Waiting() | Retracted()) as queued:
+                answer, past, incremental = queued.answer, queued.past, queued.request.incremental
                 self.queue.remove(request_id)
+                if isinstance(queued, Retracted):
+                    queued.saved.release()
                 del self.states[request_id]
-                return Output(request_id, answer[:0] if request.incremental else answer, None, "abort", times)
-            case (Prefilling() | Decoding()) as state:
-                slot, incremental = state.resources.slot, state.request.incremental
-                answer, times = self.table.answer(slot), self.table.times(slot)
-                self._finish(state)
+            case (Prefilling() | Decoding()) as running:
+                slot, incremental = running.resources.slot, running.request.incremental
+                answer, past = self.table.answer(slot), self.table.past(slot)
+                self._finish(running)
                 self._release_landed()
-                return Output(request_id, answer[:0] if incremental else answer, None, "abort", times)
             case _:
                 return None
+        return Output(request_id, answer[:0] if incremental else answer, None, "abort", past)
 
-    def _wait(self, state: Waiting) -> None:
-        self.states[state.request.id] = state
-        span = Span(state.request.id, 0, len(state.request.prompt) + len(state.answer))
-        # What was retracted came before all that waits; ids grow with time.
-        head = self.queue.head
-        if head is not None and state.request.id < head.request_id:
-            self.queue.push_front(span)
-        else:
-            self.queue.push(span)
+    def _enqueue(self, state: Queued, computed: int) -> None:
+        request = state.request
+        self.states[request.id] = state
+        span = Span(request.id, computed, len(request.prompt) + len(state.answer))
+        self.queue.push(span, self.policy(request))
 
-    def _finish(self, state: Prefilling | Decoding) -> None:
+    def _finish(self, state: Running) -> None:
         if isinstance(state, Prefilling):
             self.queue.remove(state.request.id)
-        self.table.retire(state.resources.slot)
+        slot = state.resources.slot
+        self._publish(state, self._planned)
+        generated, prompt = int(self.table.known[slot] - self.table.prompt[slot]), len(state.request.prompt)
+        self.forecast.ended(generated, state.request.max_length - prompt)
+        self.table.retire(slot)
         finishing = finish(state, self._planned)
         self.states[state.request.id] = finishing
         self._finishing.append(finishing)
+
+    def _publish(self, state: Running, step: int) -> None:
+        """Let other requests find the full pages that `step` and those before it write."""
+        if self.limits.prefix_cache:
+            lease, size = state.resources.lease, self.limits.page_size
+            tokens = self.table.written(state.resources.slot)[lease.published * size :]
+            self.pool.publish(lease, page_keys(tokens, size), step)
 
     def _release_landed(self) -> None:
         """Free what finished requests held, once no step in flight can write it."""
@@ -139,49 +171,71 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do until a step in flight lands or a request comes."""
+        draft = Draft()
         slots = self.table.ready()
-        writes: list[Int32] = []  # each [pages, 3], as in the plan
         if self.table.cramped(slots).size:
             if not self._make_room(slots):
                 return None
             slots = self.table.ready()
-            writes.append(self._grow_decoding(self.table.cramped(slots)))
-        admissions: list[Admission] = []
-        spans = self._prefill(self.limits.max_step_tokens - len(slots), len(slots), admissions, writes)
-        if not len(slots) and not spans:
+            draft.page_writes.append(self._grow_decoding(self.table.cramped(slots)))
+        self._prefill(self.limits.max_step_tokens - len(slots), draft)
+        if not len(slots) and not draft.spans:
             return None
         self.table.scheduled[slots] += 1
         self._planned += 1
-        page_writes = np.concatenate(writes) if writes else np.empty((0, 3), np.int32)
-        return StepPlan(self._planned, tuple(admissions), page_writes, slots, tuple(spans))
+        snapshots, self._snapshots = self._snapshots, []
+        return StepPlan(
+            self._planned,
+            tuple(draft.admissions),
+            _joined(draft.page_writes, 3),
+            slots,
+            tuple(draft.spans),
+            _joined(snapshots, 2),
+            _joined(draft.restores, 2),
+        )
 
     def _make_room(self, slots: Int32) -> bool:
-        """Retract the newest requests until every decoding slot that needs a page can have one.
+        """Retract requests until every decoding slot that needs a page can have one.
 
         False if steps are in flight: they must land first, for they may free pages, and a retracted request's
         answer must be complete.
         """
-        while len(self.table.cramped(slots)) > self.pool.free:
+        while len(self.table.cramped(slots)) > self.pool.available:
             if self.in_flight:
                 return False
-            newest = int(self.table.request_id[self.table.running].max())
-            state = self.states[newest]
-            assert isinstance(state, (Prefilling, Decoding))
-            slot = state.resources.slot
-            answer = self.table.answer(slot)
-            self.queue.remove(newest)
-            self.table.retire(slot)
-            self._free_slots.append(slot)
-            self._wait(retract(state, answer, self.table.times(slot)))
-            self.preemptions += 1
+            self.retract_last()
+            self.forecast.missed()
             slots = self.table.ready()
         return True
+
+    def retract_last(self) -> None:
+        """Take slot and pages from the running request that is last in the policy's order. No step may be in flight.
+
+        Its pages are copied to the host if there is room for all of them; if not, they are computed again.
+        """
+        assert not self.in_flight
+        slot = self.table.last()
+        state = self.states[int(self.table.request_id[slot])]
+        assert isinstance(state, (Prefilling, Decoding))
+        answer, past, computed = self.table.answer(slot), self.table.past(slot), int(self.table.scheduled[slot])
+        self._publish(state, self._planned)
+        pages = state.resources.lease.pages[: -(-computed // self.limits.page_size)]
+        self.queue.remove(state.request.id)
+        self.table.retire(slot)
+        self._free_slots.append(slot)
+        self.preemptions += 1
+        if len(pages) <= self.host.free:
+            saved = self.host.lease(len(pages))
+            self._snapshots.append(np.stack([pages, saved.pages], axis=1))
+            self._enqueue(save(state, answer, past, computed, saved), computed)
+        else:
+            self._enqueue(retract(state, answer, past), 0)
 
     def _grow_decoding(self, cramped: Int32) -> Int32:
         size = self.limits.page_size
         ask = -(-(self.table.limit[cramped] - 1) // size) - self.table.capacity[cramped] // size
         ask = np.minimum(ask, PAGES_AHEAD)
-        if ask.sum() > self.pool.free - len(cramped):
+        if ask.sum() > self.pool.available - len(cramped):
             ask[:] = 1
         return self._grow(cramped, ask)
 
@@ -199,62 +253,97 @@ class Scheduler:
         self.table.capacity[slots] += counts * self.limits.page_size
         return np.stack([np.repeat(slots, counts), index, pages], axis=1).astype(np.int32)
 
-    def _prefill(
-        self, budget: int, decoding: int, admissions: list[Admission], writes: list[Int32]
-    ) -> list[PrefillSpan]:
+    def _prefill(self, budget: int, draft: Draft) -> None:
         """Fill the step's token budget from the head of the queue. The head is never overtaken."""
-        spans: list[PrefillSpan] = []
         while head := self.queue.head:
             state = self.states[head.request_id]
-            assert isinstance(state, (Waiting, Prefilling))
-            tokens = self._chunk(head, state, budget, decoding)
+            if isinstance(state, Queued):
+                tokens = self._admit(state, head, budget, draft)
+            else:
+                assert isinstance(state, Prefilling)
+                tokens = self._chunk(head, budget, len(state.resources.lease) + self.pool.available)
             if not tokens:
                 break
-            if isinstance(state, Waiting):
-                state = self._admit(state, admissions)
+            state = self.states[head.request_id]
+            assert isinstance(state, Prefilling)
             span, slot = self.queue.bite(tokens), state.resources.slot
             missing = -(-span.stop // self.limits.page_size) - len(state.resources.lease)
             if missing > 0:
-                writes.append(self._grow(np.array([slot], np.int32), np.array([missing], np.int32)))
+                draft.page_writes.append(self._grow(np.array([slot], np.int32), np.array([missing], np.int32)))
             samples = span.stop == int(self.table.known[slot])
-            spans.append(PrefillSpan(slot, span.start, self.table.tokens[slot, span.start : span.stop].copy(), samples))
+            ids = self.table.tokens[slot, span.start : span.stop].copy()
+            draft.spans.append(PrefillSpan(slot, span.start, ids, samples))
             self.table.scheduled[slot] = span.stop
+            self._publish(state, self._planned + 1)
             if not samples:
                 break  # the rest of the prompt is next, and a slot has one row in a step
             budget -= tokens
-            decoding += 1
             self.states[head.request_id] = decode(state)
             self.table.decoding[slot] = True
-        return spans
 
-    def _chunk(self, head: Span, state: Waiting | Prefilling, budget: int, decoding: int) -> int:
-        """How many of the head's tokens this step can take: page-aligned unless they end the prompt."""
+    def _chunk(self, span: Span, budget: int, pages: int) -> int:
+        """How many of the span's tokens a step can take: page-aligned unless they end it."""
         size = self.limits.page_size
-        if isinstance(state, Waiting):
-            if not self._free_slots:
-                return 0
-            # Each decoding slot may ask for a page soon: to admit the last page away would only retract it again.
-            held, spare = 0, self.pool.free - decoding
-            # What was retracted comes back once there is room for all of it, or the same happens again and again.
-            if state.times.admitted and -(-head.stop // size) > spare:
-                return 0
-        else:
-            held, spare = len(state.resources.lease), self.pool.free
-        stop = min(head.start + budget, head.stop, (held + max(spare, 0)) * size)
-        if stop < head.stop:
+        stop = min(span.start + budget, span.stop, pages * size)
+        if stop < span.stop:
             stop -= stop % size
-        return max(stop - head.start, 0)
+        return max(stop - span.start, 0)
 
-    def _admit(self, state: Waiting, admissions: list[Admission]) -> Prefilling:
+    def _admit(self, state: Queued, head: Span, budget: int, draft: Draft) -> int:
+        """Give the head a slot and the pages that hold its beginning already, its own saved ones or cached ones.
+
+        Returns how many of its tokens the step can take; 0 if it has to wait.
+        """
+        if not self._free_slots:
+            return 0
+        request, size = state.request, self.limits.page_size
+        known = np.concatenate([request.prompt, state.answer])
+        # The last token is computed in any case, for its logits.
+        keys = page_keys(known[: head.start or len(known) - 1], size) if self.limits.prefix_cache else []
+        found, being_written = self.pool.tree.find(keys, self._planned + 1)
+        cached = len(found) * size
+        span = replace(head, start=max(head.start, cached))
+        room = self.pool.available - self.pool.unheld(found)
+        tokens = self._chunk(span, budget, len(found) + room)
+        # What another prompt is having computed in this very step can be shared in the next one.
+        if being_written or not tokens or not self._fits(state, len(known) - cached, room):
+            return 0
         slot = self._free_slots.pop()
-        self.table.admit(slot, state)
-        request = state.request
-        admissions.append(
-            Admission(slot, request.sampling, request.seed, request.stop_ids, request.prompt, state.answer)
+        self.table.admit(slot, state, span.start, cached, self.policy(request))
+        draft.page_writes.append(np.array([(slot, *entry) for entry in enumerate(found)], np.int32).reshape(-1, 3))
+        lease = self.pool.share(found)
+        if isinstance(state, Retracted):
+            saved = state.saved.pages[len(found) :]
+            self.states[request.id] = restore(state, slot, lease)
+            writes = self._grow(np.array([slot], np.int32), np.array([len(saved)], np.int32))
+            draft.page_writes.append(writes)
+            draft.restores.append(np.stack([saved, writes[:, 2]], axis=1))
+        else:
+            self.states[request.id] = admit(state, slot, lease)
+        if not state.past.admitted:
+            self.prompt_tokens += len(request.prompt)
+            self.prefix_hit_tokens += cached
+        draft.admissions.append(
+            Admission(slot, request.sampling, request.seed, request.stop_ids, request.prompt, state.answer, span.start)
         )
-        prefilling = admit(state, slot, self.pool.lease())
-        self.states[request.id] = prefilling
-        return prefilling
+        self.queue.bite(span.start - head.start)
+        return tokens
+
+    def _fits(self, state: Queued, tokens: int, room: int) -> bool:
+        """Whether a newcomer, with `tokens` in pages of its own, and all that decodes are expected to find room.
+
+        What decodes has the pages it holds, and `room` pages besides. A request alone always fits: see `check`.
+        """
+        table, size = self.table, self.limits.page_size
+        slots = np.flatnonzero(table.decoding)
+        if not len(slots):
+            return True
+        prompt = len(state.request.prompt)
+        own = np.append(table.scheduled[slots] - table.shared[slots], tokens)
+        generated = np.append(table.known[slots] - table.prompt[slots], len(state.answer))
+        most = np.append(table.limit[slots] - table.prompt[slots], state.request.max_length - prompt)
+        held = int((table.capacity[slots] - table.shared[slots]).sum()) // size
+        return peak(own, self.forecast.left(generated, most, size), size) <= held + room
 
     # --- results ---
 
@@ -284,4 +373,9 @@ class Scheduler:
             tokens = self.table.answer(slot)
         if reason is not None:
             self._finish(state)
-        return Output(request_id, tokens, logprobs, reason, self.table.times(slot))
+        return Output(request_id, tokens, logprobs, reason, self.table.past(slot))
+
+
+def _joined(parts: list[Int32], width: int) -> Int32:
+    """[pages, width], of which there may be none."""
+    return np.concatenate([np.empty((0, width), np.int32), *parts])

@@ -1,8 +1,10 @@
 """A request's state is a frozen dataclass that owns the request's resources.
 
     Waiting ──admit──▶ Prefilling ──decode──▶ Decoding ──finish──▶ Finishing ──release──▶ Finished
-       ▲                                          │
-       └────────────────retract───────────────────┘
+       ▲                 ▲     │                 │
+       ├─────retract─────┼─────┴────────┬────────┘
+       │                 │              │ save
+                         └──restore── Retracted
 
 A transition consumes the state it is given and returns the next one, moving one bundle of resources: the old state's
 lease is dead afterwards, so using a state twice raises. What changes every step (lengths, tokens) is not here but in
@@ -46,11 +48,12 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """When a request first got a slot and its first token landed, in seconds of time.perf_counter(); 0 is not yet."""
+class Past:
+    """What has happened to a request. Times are seconds of time.perf_counter(); 0 is not yet."""
 
-    admitted: float
-    first_token: float
+    admitted: float  # when it first got a slot
+    first_token: float  # when that landed
+    cached_tokens: int  # of the prompt, found in the prefix tree when it first got a slot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +62,18 @@ class Waiting:
 
     request: Request
     answer: Int32  # [generated tokens]
-    times: Times
+    past: Past
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Retracted:
+    """Owns pages of the host, which hold the keys and values of its first `computed` tokens."""
+
+    request: Request
+    answer: Int32  # [generated tokens]
+    past: Past
+    computed: int
+    saved: Lease
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,8 +102,9 @@ class Finished:
     request: Request
 
 
+Queued = Waiting | Retracted
 Running = Prefilling | Decoding
-State = Waiting | Prefilling | Decoding | Finishing | Finished
+State = Waiting | Retracted | Prefilling | Decoding | Finishing | Finished
 
 
 def admit(state: Waiting, slot: int, lease: Lease) -> Prefilling:
@@ -97,14 +112,26 @@ def admit(state: Waiting, slot: int, lease: Lease) -> Prefilling:
 
 
 def decode(state: Prefilling) -> Decoding:
-    """Every prompt token has been scheduled; from here on the device feeds itself."""
+    """Every known token has been scheduled; from here on the device feeds itself."""
     return Decoding(state.request, state.resources.move())
 
 
-def retract(state: Running, answer: Int32, times: Times) -> Waiting:
+def retract(state: Running, answer: Int32, past: Past) -> Waiting:
     """Give everything back under pressure. Only with no step in flight: `answer` must be complete."""
     state.resources.lease.release()
-    return Waiting(state.request, answer, times)
+    return Waiting(state.request, answer, past)
+
+
+def save(state: Running, answer: Int32, past: Past, computed: int, saved: Lease) -> Retracted:
+    """`retract`, when the device has been told to copy the pages to those of `saved`."""
+    state.resources.lease.release()
+    return Retracted(state.request, answer, past, computed, saved.move())
+
+
+def restore(state: Retracted, slot: int, lease: Lease) -> Prefilling:
+    """The device has been told to copy the saved pages back: only the last token, or the rest, is to be computed."""
+    state.saved.release()
+    return Prefilling(state.request, Resources(slot, lease.move()))
 
 
 def finish(state: Running, last_step: int) -> Finishing:

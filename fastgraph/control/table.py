@@ -8,7 +8,7 @@ import numpy as np
 
 from fastgraph.config import MAX_STOP_IDS
 from fastgraph.control.plan import Int32, Limits
-from fastgraph.control.states import Times, Waiting
+from fastgraph.control.states import Past, Queued
 
 
 class SlotTable:
@@ -26,6 +26,7 @@ class SlotTable:
         self.known = np.zeros(rows, np.int32)
         self.scheduled = np.zeros(rows, np.int32)
         self.capacity = np.zeros(rows, np.int32)  # tokens that the slot's pages hold
+        self.shared = np.zeros(rows, np.int32)  # of these, tokens in pages that were found in the prefix tree
         self.limit = np.zeros(rows, np.int32)  # tokens at which the request is complete
         self.stop_ids = np.full((rows, MAX_STOP_IDS), -1, np.int32)
         self.min_tokens = np.zeros(rows, np.int32)
@@ -34,8 +35,11 @@ class SlotTable:
         self.incremental = np.zeros(rows, bool)
         self.admitted_at = np.zeros(rows)  # seconds of time.perf_counter()
         self.first_token_at = np.zeros(rows)  # the same; 0 until it has landed
+        self.cached_tokens = np.zeros(rows, np.int32)  # of the prompt, found in the prefix tree at first
+        self.number = np.zeros(rows)  # what the policy says of the request
 
-    def admit(self, slot: int, state: Waiting) -> None:
+    def admit(self, slot: int, state: Queued, computed: int, shared: int, number: float) -> None:
+        """`computed` tokens have their KV already, those of the first `shared` in pages of the prefix tree."""
         request = state.request
         prompt = len(request.prompt)
         known = prompt + len(state.answer)
@@ -44,7 +48,8 @@ class SlotTable:
         self.tokens[slot, prompt:known] = state.answer
         self.prompt[slot] = prompt
         self.known[slot] = known
-        self.scheduled[slot] = self.capacity[slot] = 0
+        self.scheduled[slot] = computed
+        self.capacity[slot] = self.shared[slot] = shared
         self.limit[slot] = request.max_length
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(request.stop_ids)] = request.stop_ids
@@ -52,8 +57,10 @@ class SlotTable:
         self.running[slot] = True
         self.decoding[slot] = False
         self.incremental[slot] = request.incremental
-        self.admitted_at[slot] = state.times.admitted or perf_counter()
-        self.first_token_at[slot] = state.times.first_token
+        self.admitted_at[slot] = state.past.admitted or perf_counter()
+        self.first_token_at[slot] = state.past.first_token
+        self.cached_tokens[slot] = state.past.cached_tokens if state.past.admitted else shared
+        self.number[slot] = number
 
     def retire(self, slot: int) -> None:
         """The slot takes part in no further step; what is in flight for it will be dropped."""
@@ -64,8 +71,19 @@ class SlotTable:
         answer: Int32 = self.tokens[slot, self.prompt[slot] : self.known[slot]].copy()
         return answer
 
-    def times(self, slot: int) -> Times:
-        return Times(float(self.admitted_at[slot]), float(self.first_token_at[slot]))
+    def written(self, slot: int) -> Int32:
+        """The known tokens whose KV is in the slot's pages, once the steps in flight have run: [tokens]."""
+        # The last token of an answer is never computed; what was computed after a stop is not known.
+        written: Int32 = self.tokens[slot, : min(self.known[slot], self.scheduled[slot])]
+        return written
+
+    def past(self, slot: int) -> Past:
+        return Past(float(self.admitted_at[slot]), float(self.first_token_at[slot]), int(self.cached_tokens[slot]))
+
+    def last(self) -> int:
+        """The running slot whose request is last in the policy's order."""
+        running = np.flatnonzero(self.running)
+        return int(running[np.lexsort((self.request_id[running], self.number[running]))[-1]])
 
     def ready(self) -> Int32:
         """Slots that can decode one more token, in slot order: [rows]."""

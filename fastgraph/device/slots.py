@@ -142,8 +142,8 @@ def _pack(admission: Admission) -> Int32:
     floats = (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
     low, high = admission.seed & 0xFFFFFFFF, admission.seed >> 32
     ints = (
-        0,  # last_token: the prompt's last span samples the first one
-        0,  # length: nothing computed
+        0,  # last_token: the step that computes the last known one samples it
+        admission.computed,  # length
         len(admission.prompt),
         len(admission.answer),
         s.min_tokens,
