@@ -61,7 +61,11 @@ def run_throughput(config: EngineConfig, options: dict[str, Any], json_to: str |
 @contextmanager
 def _loaded(config: EngineConfig) -> Iterator[tuple[LLM, roofline.Roofline, latency.Tell]]:
     """The engine, its roofline, and what shows progress."""
-    shaped = with_shape(config)
+    device = settle_device(config)
+    dtype, shaped = settle_dtype(config, device), with_shape(config)
+    with Loading() as loading:
+        loading.tell("measuring what the machine can do", None)
+        peaks = roofline.measure_peaks(dtype, device)
     try:
         llm = load(shaped)
     except ModelError as error:
@@ -69,9 +73,7 @@ def _loaded(config: EngineConfig) -> Iterator[tuple[LLM, roofline.Roofline, late
             raise ModelError(f"{error}. Shapes that are here by name: {', '.join(shapes())}") from error
         raise
     with llm, Loading() as loading:
-        loading.tell("measuring memory bandwidth", None)
-        device = settle_device(config)
-        yield llm, roofline.measure(llm.checkpoint.config, settle_dtype(config, device), device), loading.tell
+        yield llm, roofline.roofline_of(llm.checkpoint.config, dtype, peaks), loading.tell
 
 
 def _workload(llm: LLM, workload: str, requests: int | None, seed: int) -> Workload:

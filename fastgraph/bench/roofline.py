@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -71,8 +71,23 @@ class Roofline:
         return seconds
 
 
-def measure(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Roofline:
-    """The roofline of a Hugging Face config's model on a device, its bandwidth measured now."""
+class Peaks(NamedTuple):
+    """What a machine can do."""
+
+    bandwidth: float  # bytes a second
+    matmul: float  # FLOP a second
+
+
+def measure_peaks(dtype: torch.dtype, device: torch.device) -> Peaks:
+    """Measured now, in memory that is free: before an engine takes it."""
+    peaks = Peaks(read_bandwidth(device), matmul_rate(device, dtype))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return peaks
+
+
+def roofline_of(config: Mapping[str, Any], dtype: torch.dtype, peaks: Peaks) -> Roofline:
+    """The roofline of a Hugging Face config's model on a machine."""
     module = models.find(config)
     shape = module.Config.from_hf(config)
     with torch.device("meta"):
@@ -86,11 +101,11 @@ def measure(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device)
     return Roofline(
         weights=read * dtype.itemsize,
         kv_token=kv * dtype.itemsize,
-        bandwidth=read_bandwidth(device),
+        bandwidth=peaks.bandwidth,
         token_flops=2 * (read - head),
         head_flops=2 * head,
         context_flops=4 * shape.layers * shape.heads * shape.head_dim,  # q by k, and weights by v
-        matmul=matmul_rate(device, dtype),
+        matmul=peaks.matmul,
     )
 
 
