@@ -72,15 +72,16 @@ def add_sentencepiece(writer: gguf.GGUFWriter, model: sentencepiece.SentencePiec
 
 
 def write_llama(path: Path, model: sentencepiece.SentencePieceProcessor, **settings: Any) -> dict[str, np.ndarray]:
-    """A tiny Llama with random weights as a GGUF file; returns its tensors by GGUF name.
+    """A tiny Llama, or another `architecture`, with random weights as a GGUF file; returns its tensors by GGUF name.
 
-    `settings`: heads, kv_heads, width, layers, tied, bias, `metadata` (more keys) and `tensors` (more tensors).
+    `settings`: architecture, heads, kv_heads, width, layers, tied, `metadata` (more keys), `tensors` (more tensors).
     """
+    architecture = settings.get("architecture", "llama")
     heads, kv_heads = settings.get("heads", 4), settings.get("kv_heads", 2)
     width, layers, hidden = settings.get("width", 32), settings.get("layers", 2), 48
     head = width // heads
     vocabulary = model.vocab_size()
-    writer = gguf.GGUFWriter(path, settings.get("architecture", "llama"))
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(128)
     writer.add_embedding_length(width)
     writer.add_block_count(layers)
@@ -110,9 +111,22 @@ def write_llama(path: Path, model: sentencepiece.SentencePieceProcessor, **setti
             f"blk.{layer}.ffn_up": (hidden, width),
             f"blk.{layer}.ffn_down": (width, hidden),
         }
+        if architecture == "qwen2":
+            shapes |= {f"blk.{layer}.attn_{x}.bias": (heads * head if x == "q" else kv_heads * head,) for x in "qkv"}
+        if architecture in ("qwen3", "gemma3"):
+            shapes |= {f"blk.{layer}.attn_{x}_norm": (head,) for x in "qk"}
+        if architecture == "gemma3":
+            shapes |= {f"blk.{layer}.post_{x}_norm": (width,) for x in ("attention", "ffw")}
+        if architecture == "phi3":
+            shapes[f"blk.{layer}.attn_qkv"] = ((heads + 2 * kv_heads) * head, width)
+            shapes[f"blk.{layer}.ffn_up"] = (2 * hidden, width)
+            for name in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
+                del shapes[f"blk.{layer}.{name}"]
     random_state = np.random.default_rng(0)
     tensors = {
-        f"{name}.weight": random_state.normal(float(len(shape) == 1), 0.05, shape).astype(np.float32)
+        (name if name.endswith("bias") else f"{name}.weight"): random_state.normal(
+            float(len(shape) == 1), 0.05, shape
+        ).astype(np.float32)
         for name, shape in shapes.items()
     }
     tensors |= settings.get("tensors", {})
@@ -123,3 +137,24 @@ def write_llama(path: Path, model: sentencepiece.SentencePieceProcessor, **setti
     writer.write_tensors_to_file()
     writer.close()
     return tensors
+
+
+def sentencepiece_of(metadata: Any) -> sentencepiece.SentencePieceProcessor:
+    """SentencePiece's own processor for the vocabulary in a GGUF file's metadata."""
+    from sentencepiece import sentencepiece_model_pb2 as proto
+
+    model = proto.ModelProto()
+    model.trainer_spec.model_type = proto.TrainerSpec.BPE
+    model.trainer_spec.byte_fallback = True
+    model.trainer_spec.unk_id = metadata["tokenizer.ggml.unknown_token_id"]
+    model.trainer_spec.bos_id = metadata["tokenizer.ggml.bos_token_id"]
+    model.trainer_spec.eos_id = metadata["tokenizer.ggml.eos_token_id"]
+    model.trainer_spec.pad_id = metadata["tokenizer.ggml.padding_token_id"]
+    model.normalizer_spec.name = "identity"
+    model.normalizer_spec.add_dummy_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    model.normalizer_spec.remove_extra_whitespaces = False
+    names = ("tokens", "scores", "token_type")
+    for piece, score, kind in zip(*(metadata[f"tokenizer.ggml.{name}"] for name in names), strict=True):
+        # GGUF's numbers of the types are SentencePiece's; llama.cpp's converter spells user-defined spaces plainly.
+        model.pieces.add(piece=piece.replace(" ", "▁"), score=score, type=kind)
+    return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 import torch
 from loading_helpers import default_gguf, train_sentencepiece, write_llama
+from paged import Paged, Piece
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fastgraph import models
 from fastgraph.errors import ModelError
 from fastgraph.loading import gguf
 from fastgraph.loading.checkpoint import open_checkpoint
 from fastgraph.loading.gguf_file import GGUFFile
-from fastgraph.loading.weights import WeightFiles
+from fastgraph.loading.weights import WeightFiles, load_weights
 
 
 def silent(phase: str, share: float | None) -> None:
@@ -113,6 +115,55 @@ def test_a_tiny_llama_gives_the_logits_that_transformers_gives(
     ids = torch.arange(20)[None]
     assert torch.equal(ours(ids).logits, theirs(ids).logits)
     assert ours.config.tie_word_embeddings is tied
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma3", "phi3"])
+@torch.no_grad()
+def test_other_architectures_give_the_logits_that_transformers_gives(
+    cache: Path, tmp_path: Path, vocabulary: Any, architecture: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    head_dim = 256 if architecture == "gemma3" else 128  # what transformers takes for granted
+    metadata: dict[str, Any] = {
+        "qwen2": {},
+        "qwen3": {"qwen3.attention.key_length": head_dim},
+        "gemma3": {"gemma3.attention.key_length": head_dim, "gemma3.attention.sliding_window": 13},
+        "phi3": {"phi3.attention.sliding_window": 0, "phi3.rope.scaling.original_context_length": 128},
+    }[architecture]
+    metadata["tokenizer.ggml.padding_token_id"] = 0
+    sizes = {"heads": 2, "kv_heads": 1, "width": 2 * head_dim, "tied": architecture == "gemma3"}
+    write_llama(path, vocabulary, architecture=architecture, metadata=metadata, **sizes)
+    theirs = load_in_transformers(path)
+    folder = gguf.convert(path, "float32", silent)
+    ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.arange(40)[None]
+    want = theirs(ids).logits
+    assert torch.equal(ours(ids).logits, want)
+    config = json.loads((folder / "config.json").read_text())
+    module = models.find(config)
+    shape = module.Config.from_hf(config)
+    model = module.Model(shape)
+    load_weights(model, WeightFiles(folder), module.WEIGHTS, progress=silent)
+    (got,) = Paged(shape, slots=1, span=40).step(model, [Piece(1, ids[0].tolist(), 40)])
+    torch.testing.assert_close(got, want[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"])
+def test_kinds_that_only_llama_cpp_writes_are_read_as_the_gguf_package_reads_them(tmp_path: Path, kind: str) -> None:
+    quantisation = gguf_package.GGMLQuantizationType[kind]
+    block, size = gguf_package.GGML_QUANT_SIZES[quantisation]
+    # Any bytes are a tensor; none of these is a float16 that is not a number.
+    raw = np.random.default_rng(1).integers(0, 0x78, (6, 512 // block * size), np.uint8)
+    writer = gguf_package.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("x", raw, raw_dtype=quantisation)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    got = GGUFFile(tmp_path / "m.gguf").read("x")
+    assert got.shape == (6, 512)
+    assert np.array_equal(got, gguf_package.quants.dequantize(raw, quantisation))
+    assert np.isfinite(got).all()
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -252,6 +303,30 @@ class TestRope:
         assert found is not None
         assert found.pop("attention_factor") == pytest.approx(0.5 * (1 + 0.1 * np.log(4)))
         assert found == yarn | {"beta_fast": 16.0}
+
+    def test_phis_divisors_become_longrope(self, tmp_path: Path, vocabulary: Any) -> None:
+        path = tmp_path / "m.gguf"
+        short, long = (np.linspace(1, top, 3, dtype=np.float32) for top in (1.25, 8.0))
+        tensors = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+        keys = {
+            "phi3.attention.key_length": 8,
+            "phi3.rope.dimension_count": 6,
+            "phi3.rope.scaling.original_context_length": 16,
+            "phi3.rope.scaling.attn_factor": 1.5,
+            "phi3.attention.sliding_window": 0,
+        }
+        write_llama(path, vocabulary, architecture="phi3", metadata=keys, tensors=tensors)
+        config = gguf.read_config(GGUFFile(path))
+        assert config["rope_scaling"] == {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.125, 1.25],
+            "long_factor": [1.0, 4.5, 8.0],
+            "attention_factor": 1.5,
+        }
+        assert (config["original_max_position_embeddings"], config["partial_rotary_factor"]) == (16, 0.75)
+        rope = models.find(config).Config.from_hf(config).rope
+        assert (rope["trained_positions"], rope["long_factor"]) == (16, [1.0, 4.5, 8.0])
+        assert set(WeightFiles(gguf.convert(path, "float32", silent)).names).isdisjoint(tensors)
 
     def test_what_is_not_known_is_an_error(self, tmp_path: Path, vocabulary: Any) -> None:
         path = tmp_path / "m.gguf"

@@ -14,7 +14,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,8 +27,40 @@ from fastgraph.loading.gguf_file import GGUFFile, require_gguf
 from fastgraph.loading.gguf_tokenizer import build_tokenizer
 from fastgraph.loading.weights import Progress
 
-_VERSION = 1  # of what convert() writes; a new one makes older cached folders be left alone
+_VERSION = 2  # of what convert() writes; a new one makes older cached folders be left alone
 _DTYPES = {"float32": (torch.float32, "F32"), "float16": (torch.float16, "F16"), "bfloat16": (torch.bfloat16, "BF16")}
+
+
+_CONFIG = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_TENSORS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
+    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
+    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
+    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
+    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
+    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
+    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
+    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
+}
+_HEAD_NORMS = {
+    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
+    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,42 +71,56 @@ class Architecture:
     model_type: str
     config: Mapping[str, str]  # metadata key, after "<architecture>." -> config.json key
     tensors: Mapping[str, str]  # tensor name without .weight or .bias -> Hugging Face name; {} is the layer
-    permuted: Mapping[str, str]  # tensors whose rows llama.cpp reorders for its rotary -> the config key of their heads
+    # Tensors whose rows llama.cpp reorders for its rotary -> the config key of their heads
+    permuted: Mapping[str, str] = field(default_factory=dict)
+    norms_less_one: bool = False  # Hugging Face's norms are those of the file less 1
+    partial_rotary: bool = False  # a part of each head may stay unrotated
+    fixed: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})  # what the file need not say
 
 
 ARCHITECTURES = {
     "llama": Architecture(
-        name="LlamaForCausalLM",
-        model_type="llama",
-        config={
-            "block_count": "num_hidden_layers",
-            "context_length": "max_position_embeddings",
-            "embedding_length": "hidden_size",
-            "feed_forward_length": "intermediate_size",
-            "attention.head_count": "num_attention_heads",
-            "attention.head_count_kv": "num_key_value_heads",
-            "attention.key_length": "head_dim",
-            "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-            "rope.freq_base": "rope_theta",
-            "vocab_size": "vocab_size",
-        },
-        tensors={
-            "token_embd": "model.embed_tokens",
-            "output_norm": "model.norm",
-            "output": "lm_head",
-            "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
-            "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
-            "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
-            "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
-            "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
-            "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-            "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
-            "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
-            "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
-        },
+        "LlamaForCausalLM",
+        "llama",
+        _CONFIG,
+        _TENSORS,
         permuted={"blk.{}.attn_q": "num_attention_heads", "blk.{}.attn_k": "num_key_value_heads"},
     ),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _CONFIG, _TENSORS),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _CONFIG, _TENSORS | _HEAD_NORMS),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        _CONFIG
+        | {
+            "attention.sliding_window": "sliding_window",
+            "final_logit_softcapping": "final_logit_softcapping",
+            "rope.freq_base_swa": "rope_local_base_freq",
+        },
+        _TENSORS
+        | _HEAD_NORMS
+        | {
+            "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+            "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
+            "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
+        },
+        norms_less_one=True,
+        fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        "phi3",
+        _CONFIG | {"attention.sliding_window": "sliding_window"},
+        _TENSORS
+        | {
+            "blk.{}.attn_qkv": "model.layers.{}.self_attn.qkv_proj",
+            "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj",
+        },
+        partial_rotary=True,
+    ),
 }
+# Tensors that become rope_scaling in the config.
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def convert(path: Path, dtype: str, progress: Progress) -> Path:
@@ -128,6 +174,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     keys = {k.removeprefix(f"{name}."): v for k, v in file.metadata.items() if k.startswith(f"{name}.")}
     config: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     config |= {ours: keys.pop(theirs) for theirs, ours in architecture.config.items() if theirs in keys}
+    if config.get("sliding_window") == 0:  # how Phi-4's files say that there is none
+        config["sliding_window"] = None
     try:
         heads = config["num_attention_heads"]
         config.setdefault("num_key_value_heads", heads)
@@ -136,13 +184,19 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         _settle_rope(file, keys, config)
     except (KeyError, TypeError) as error:
         raise ModelError(f"{file.path} lacks what a {name} model needs, or has it per layer ({error})") from error
-    widths = {keys.pop(key, config["head_dim"]) for key in ("attention.value_length", "rope.dimension_count")}
+    widths = [keys.pop(key, config["head_dim"]) for key in ("attention.value_length", "rope.dimension_count")]
+    if architecture.partial_rotary:
+        config["partial_rotary_factor"] = widths.pop() / config["head_dim"]
     rest = {key: value for key, value in keys.items() if value or not key.startswith("expert_")}
-    if rest or widths != {config["head_dim"]}:
-        what = ", ".join(f"{name}.{key} = {value}" for key, value in rest.items()) or f"head widths {sorted(widths)}"
+    if rest or set(widths) != {config["head_dim"]}:
+        what = ", ".join(f"{name}.{key} = {value}" for key, value in rest.items()) or f"head widths {widths}"
         raise ModelError(f"{file.path} asks for something that is not supported: {what}")
     tensors = file.tensors
-    config["hidden_act"] = "silu"
+    config |= architecture.fixed
+    if name == "gemma3":
+        # As in llama.cpp: the largest one alone scales by the hidden size per head, which is not its head_dim.
+        largest = config["num_hidden_layers"] == 62
+        config["query_pre_attn_scalar"] = config["hidden_size"] // heads if largest else config["head_dim"]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in tensors
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
@@ -173,6 +227,12 @@ def _settle_rope(file: GGUFFile, keys: dict[str, Any], config: dict[str, Any]) -
         if kind != "none" and factor != 1.0:
             raise ModelError(f"{file.path} scales its rotary twice: {kind}, and by rope_freqs.weight")
         config["rope_scaling"] = _llama3_scaling(file, config)
+    elif "rope_factors_long.weight" in file.tensors:
+        both = {name: file.read(f"rope_factors_{name}.weight").tolist() for name in ("short", "long")}
+        config["rope_scaling"] = {"rope_type": "longrope"} | {f"{name}_factor": both[name] for name in both}
+        config["original_max_position_embeddings"] = trained
+        if (attention := keys.pop("rope.scaling.attn_factor", None)) is not None:
+            config["rope_scaling"]["attention_factor"] = attention
     elif kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
         for theirs, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
@@ -236,7 +296,7 @@ def _write_tensors(out: BinaryIO, file: GGUFFile, config: Mapping[str, Any], dty
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, info in file.tensors.items():
-        if name == "rope_freqs.weight":  # it became rope_scaling in the config
+        if name in _ROPE_TENSORS:
             continue
         placed[name] = _place(name, architecture, file.path)
         size = math.prod(info.shape) * torch_dtype.itemsize
@@ -249,6 +309,8 @@ def _write_tensors(out: BinaryIO, file: GGUFFile, config: Mapping[str, Any], dty
         values = file.read(name)
         if heads is not None:
             values = unpermute(values, config[heads])
+        if architecture.norms_less_one and name.endswith("_norm.weight"):
+            values = values - 1
         tensor = torch.from_numpy(np.require(values, requirements=["C", "W"])).to(torch_dtype)
         out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         progress("converting GGUF", header[placed[name][0]]["data_offsets"][1] / end)
