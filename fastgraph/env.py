@@ -97,6 +97,7 @@ def show_kernels(config: EngineConfig, explain: bool) -> None:
     """Print who serves each op of a model; with `explain`, every implementation, and why it serves or not."""
     from fastgraph.device.builder import settle_device, settle_dtype
     from fastgraph.kernels import registry
+    from fastgraph.kernels.autotune import recall
     from fastgraph.kernels.probe import signature_of
     from fastgraph.loading.checkpoint import open_checkpoint
     from fastgraph.terminal import Loading
@@ -118,7 +119,7 @@ def show_kernels(config: EngineConfig, explain: bool) -> None:
                 progress=loading.tell,
             )
         signature, of = signature_of(checkpoint.config, device.type, dtype, config.page_size), checkpoint.name
-    choices = registry.choose(signature, config.kernels)
+    choices = recall(registry.choose(signature, config.kernels), signature)
     print(f"{of} on a {device.type}: {signature}")
     for op in registry.OPS.values():
         choice = choices.get(op.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,18 @@ def test_the_next_start_finds_what_was_measured_and_another_version_measures_aga
     before = slow.calls, fast.calls
     assert tune().who() == "fast"
     assert (slow.calls, fast.calls) == before
+    assert tune(tokens=9).who() == "fast"  # fewer than were measured
+    recalled = autotune.recall(registry.choose(SIGNATURE, {}), SIGNATURE)["prefill_attention"]
+    assert recalled.who() == "fast"
+    assert (slow.calls, fast.calls) == before
     fast.offer(rank=20, version="2")
     assert tune().who() == "fast"
     assert fast.calls > before[1]
     before = slow.calls, fast.calls
-    tune(tokens=30)  # another shape
+    tune(tokens=30)  # more than were measured
     assert fast.calls > before[1]
+    other = registry.choose(replace(SIGNATURE, head_dim=32), {})
+    assert autotune.recall(other, replace(SIGNATURE, head_dim=32)) == other
 
 
 def test_a_record_that_cannot_be_read_is_measured_again() -> None:

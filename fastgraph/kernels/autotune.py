@@ -45,30 +45,42 @@ def tune(
     warning.
     """
     record = compile_cache.read(RECORD)
-    tuned, found = dict(choices), dict(record)
+    found = dict(record)
     for op, choice in choices.items():
-        # The reference competes only where it would serve.
-        able = [i for i in choice.candidates if i.name != "reference" or i is choice.candidates[0]]
-        if choice.forced or len(able) < 2:
-            continue
-        most = slots if op in _ONE_A_REQUEST else step_tokens
-        rows = [*(n for n in ROWS if n < most), most]
-        key = _key(op, signature, able, rows)
-        if key not in found:
-            found[key] = _measure(able, signature, rows, progress)
-        wrong: dict[str, str] = found[key]["wrong"]
-        left = tuple(i for i in choice.candidates if i.name not in wrong)
-        refused = tuple((i, wrong[i.name]) for i in able if i.name in wrong)
-        fastest = {int(n): name for n, name in found[key]["fastest"].items()}
-        tuned[op] = replace(choice, candidates=left, refused=(*choice.refused, *refused), fastest=fastest)
+        most, able = slots if op in _ONE_A_REQUEST else step_tokens, _competitors(choice)
+        key = _key(choice, able, signature)
+        if able and found.get(key, {}).get("most", 0) < most:
+            rows = [*(n for n in ROWS if n < most), most]
+            found[key] = {"most": most, **_measure(able, signature, rows, progress)}
     if found != record:
         compile_cache.write(RECORD, found)
-    return tuned
+    return recall(choices, signature)
 
 
-def _key(op: str, signature: Signature, able: list[Implementation], rows: list[int]) -> str:
+def recall(choices: Mapping[str, Choice], signature: Signature) -> dict[str, Choice]:
+    """The choices, with what was measured before; those of which nothing is known stay."""
+    record, known = compile_cache.read(RECORD), dict(choices)
+    for op, choice in choices.items():
+        able = _competitors(choice)
+        found = record.get(_key(choice, able, signature))
+        if able and found:
+            wrong: dict[str, str] = found["wrong"]
+            left = tuple(i for i in choice.candidates if i.name not in wrong)
+            refused = tuple((i, wrong[i.name]) for i in able if i.name in wrong)
+            fastest = {int(rows): name for rows, name in found["fastest"].items()}
+            known[op] = replace(choice, candidates=left, refused=(*choice.refused, *refused), fastest=fastest)
+    return known
+
+
+def _competitors(choice: Choice) -> list[Implementation]:
+    """Those to be measured, if they are several. The reference competes only where it would serve."""
+    able = [i for i in choice.candidates if i.name != "reference" or i is choice.candidates[0]]
+    return able if len(able) > 1 and not choice.forced else []
+
+
+def _key(choice: Choice, able: list[Implementation], signature: Signature) -> str:
     asked = asdict(signature) | {"features": sorted(signature.features)}
-    return json.dumps([op, asked, [[i.name, _version(i)] for i in able], rows])
+    return json.dumps([choice.op, asked, [[i.name, _version(i)] for i in able]])
 
 
 def _version(implementation: Implementation) -> str:
