@@ -1,4 +1,4 @@
-"""The command line: `fastgraph chat`, `generate`, `env` and `bench`. Each command only gathers what others do."""
+"""The command line: `fastgraph chat`, `generate`, `models`, `env`, `bench`. A command only gathers what others do."""
 
 from __future__ import annotations
 
@@ -141,6 +141,21 @@ def kernels(
     from fastgraph.env import show_kernels
 
     show_kernels(engine, explain)
+
+
+@app.command()
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """List the architectures that run, and the file that runs each; docs/add-a-model.md adds another."""
+    from fastgraph import models as shelf
+
+    found = {architecture: shelf.described(module) for architecture, module in sorted(shelf.supported().items())}
+    if as_json:
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+    else:
+        wide = max(map(len, found))
+        print("\n".join(f"{name:{wide}}  {entry['file']:20}  {entry['runs']}" for name, entry in found.items()))
 
 
 @app.command()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +15,10 @@ import torch
 from model_helpers import SIZES, TRAINED, check_declarations, check_every_kind_of_step, hf_raw
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typer.testing import CliRunner
 
 from fastgraph import models
+from fastgraph.cli import app
 from fastgraph.errors import ModelError
 from fastgraph.models import llama
 from fastgraph.rope import Rope, frequencies
@@ -218,6 +223,18 @@ def test_a_tied_head_is_the_embedding_and_no_parameter_of_its_own() -> None:
 # Finding a model file
 
 
+def test_the_command_line_lists_every_file_and_what_it_runs() -> None:
+    listed = CliRunner().invoke(app, ["models"]).stdout
+    assert re.search(r"^LlamaForCausalLM +models/llama\.py +Llama 2, 3, ", listed, re.MULTILINE)
+    found = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
+    root = Path(__file__).parent.parent
+    assert {entry["file"] for entry in found.values()} == {
+        f"models/{path.name}" for path in (root / "models").glob("*.py") if path.name != "__init__.py"
+    }
+    assert found.keys() == models.supported().keys()
+    assert all(entry["runs"] and entry["runs"] in listed for entry in found.values())
+
+
 def test_a_model_file_is_found_by_architecture_alone() -> None:
     for architecture in llama.ARCHITECTURES:
         found = models.find({"architectures": [architecture], "_name_or_path": "qwen/gemma", "model_type": "phi"})
@@ -229,7 +246,12 @@ def test_an_unsupported_architecture_says_what_is_supported_and_what_comes_close
     with pytest.raises(ModelError) as error:
         models.find({"architectures": ["Llama9ForCausalLM"], "_name_or_path": "llama"})
     message = str(error.value)
-    for words in ("Llama9ForCausalLM", "closest is LlamaForCausalLM", "Qwen3ForCausalLM", "docs/add-a-model.md"):
+    for words in (
+        "Llama9ForCausalLM",
+        r"closest is LlamaForCausalLM (models/llama.py)",
+        "Qwen3ForCausalLM",
+        "docs/add-a-model.md",
+    ):
         assert words in message
     with pytest.raises(ModelError, match="names no `architectures`"):
         models.find({"model_type": "llama"})
