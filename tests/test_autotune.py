@@ -31,7 +31,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     yield
     registry._registered.clear()
     registry._registered.update(known)
-    registry._default.cache_clear()
 
 
 class Fake:

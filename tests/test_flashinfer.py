@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastgraph.errors import FastgraphWarning
-from fastgraph.kernels import flashinfer_prefill, problems, registry
+from fastgraph.kernels import flashinfer_prefill, problems, registry, serving
 from fastgraph.kernels.registry import Signature
 
 # What of FlashInfer is used, by its own names. The attention is brute force; building a kernel writes its file.
@@ -135,7 +135,7 @@ def test_rows_pages_and_windows_are_laid_out_as_they_are(package: Any, window: b
 def test_a_step_is_laid_out_once_for_all_layers_that_are_alike(package: Any) -> None:
     kernel, args = flashinfer_prefill.load(), problems.problem("prefill_attention", signature("cpu"), 9)
     for step in (1, 2):
-        registry.begin_step()
+        serving.begin_step()
         for _ in range(4):
             kernel(*args)
         assert len(package.plans) == step
@@ -148,7 +148,7 @@ def test_a_step_is_laid_out_once_for_all_layers_that_are_alike(package: Any) -> 
 
 @torch.inference_mode()
 def test_two_engines_plan_apart(package: Any) -> None:
-    registry.begin_step()
+    serving.begin_step()
     for rows in (9, 5):
         args = problems.problem("prefill_attention", signature("cpu"), rows)
         assert flashinfer_prefill.load()(*args).isfinite().all()
@@ -204,3 +204,9 @@ def test_a_build_that_fails_is_said_and_not_tried_again(package: Any, monkeypatc
 def test_a_forced_kernel_has_nothing_built(package: Any) -> None:
     asked = signature("cuda")
     registry.build_missing(registry.choose(asked, {"prefill_attention": "triton"}), asked)
+
+
+def test_where_it_can_never_serve_nothing_is_built(package: Any) -> None:
+    """Not on a CPU, where another engine of the same machine may run, and not for a dtype it has no kernels for."""
+    for asked in (signature("cpu"), signature("cuda", dtype="float32")):
+        registry.build_missing(registry.choose(asked, {}), asked)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from fastgraph import models, ops
-from fastgraph.kernels import cuda, registry
+from fastgraph.kernels import cuda, registry, serving
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -49,7 +49,7 @@ def on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of a GPU's tensors wherever they are."""
     load("linear")  # skips where there is no Triton
     kernels = {i.op: i.load() for op in registry.OPS for i in registry.implementations(op) if i.name == "triton"}
-    monkeypatch.setattr(registry, "serving", lambda device: kernels)
+    monkeypatch.setattr(serving, "kernels", lambda device: kernels)
     monkeypatch.setattr(ops, "_has_kernels", lambda x: True)
     monkeypatch.setattr(cuda, "linear", cuda._linear)
 

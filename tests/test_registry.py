@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fastgraph.cli import app
 from fastgraph.config import EngineConfig
 from fastgraph.errors import ConfigError, FastgraphWarning
-from fastgraph.kernels import registry
+from fastgraph.kernels import registry, serving
 from fastgraph.kernels.probe import signature_of
 from fastgraph.kernels.registry import Choice, Implementation, Signature
 
@@ -49,7 +49,6 @@ def offers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield registry.register
     registry._registered.clear()
     registry._registered.update(known)
-    registry._default.cache_clear()
 
 
 def names(choice: Choice) -> list[str]:
@@ -171,15 +170,15 @@ def test_what_was_measured_serves_where_it_was_faster(offers: Any) -> None:
 def test_each_engine_has_its_own_choice() -> None:
     """An engine is a thread."""
     found = {}
-    registry.serve("cpu", {"sample": print})
+    serving.serve("cpu", {"sample": print})
     try:
-        thread = threading.Thread(target=lambda: found.update(there=registry.serving("cpu")["sample"]))
+        thread = threading.Thread(target=lambda: found.update(there=serving.kernels("cpu")["sample"]))
         thread.start()
         thread.join()
-        assert registry.serving("cpu")["sample"] is print
+        assert serving.kernels("cpu")["sample"] is print
         assert found["there"] is not print
     finally:
-        registry._serving.kernels.clear()
+        serving._thread.kernels.clear()
 
 
 class Point:

@@ -20,7 +20,7 @@ from fastgraph.device.ladder import CaptureLadder
 from fastgraph.device.metadata import StepMetadata
 from fastgraph.device.slots import Slots
 from fastgraph.errors import ConfigError
-from fastgraph.kernels import registry
+from fastgraph.kernels import registry, serving
 from fastgraph.kernels.autotune import tune
 from fastgraph.kernels.probe import signature_of
 from fastgraph.loading.checkpoint import Checkpoint
@@ -88,7 +88,7 @@ def build_device(
     if config.autotune:
         choices = tune(choices, signature, limits.slots, limits.max_step_tokens, progress)
     registry.build_missing(choices, signature)
-    registry.serve(device.type, registry.load(choices))
+    serving.serve(device.type, registry.load(choices))
     top = _capture_top(config, limits) if device.type == "cuda" else 0
     ladder = CaptureLadder(top) if top else None
     step = CompiledStep(model, _caches(0, limits, shape, device, dtype), slots.state, limits.vocab, mode)

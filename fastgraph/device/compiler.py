@@ -14,7 +14,7 @@ from fastgraph.device import step
 from fastgraph.device.metadata import StepInputs
 from fastgraph.device.slots import SlotState
 from fastgraph.errors import FastgraphWarning
-from fastgraph.kernels import registry
+from fastgraph.kernels import serving
 from fastgraph.kernels.sampling import SamplerOutput
 from fastgraph.ops import Batch, LayerCache
 
@@ -73,7 +73,7 @@ class CompiledStep:
         self._guarded = True
 
     def _run(self, inputs: StepInputs, mark: Callable[[str, Any], None] = lambda name, tensors: None) -> SamplerOutput:
-        registry.begin_step()
+        serving.begin_step()
         mark("tokens", (inputs.ids, inputs.offsets, inputs.token_slots))
         mark("rows", (inputs.slots, inputs.sampling_slots, inputs.last, inputs.query_lengths))
         mark("starts", inputs.query_start)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgraph.kernels import registry
+from fastgraph.kernels import serving
 
 # A plain library op rather than `torch.library.custom_op`, whose wrapper costs 45 µs a call on a CPU, in every layer.
 _LIBRARY = torch.library.Library("fastgraph", "FRAGMENT")
@@ -80,7 +80,7 @@ def _attention(
     turn = Turn(cos, sin, q_norm, k_norm, eps)
     pages = Pages(k_cache, v_cache, page_table, lengths, slots, query_start, positions, token_slots)
     op = "decode_attention" if len(q) == len(slots) else "prefill_attention"  # one token a row, or chunks too
-    return registry.serving(q.device.type)[op](q, k, v, turn, pages, scale, window)
+    return serving.kernels(q.device.type)[op](q, k, v, turn, pages, scale, window)
 
 
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
@@ -90,5 +90,5 @@ _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 def _(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None, *rest: Any
 ) -> Tensor:
-    registry.ask(rope=cos is not None, norms=q_norm is not None, window=rest[-1] > 0)
+    serving.ask(rope=cos is not None, norms=q_norm is not None, window=rest[-1] > 0)
     return torch.empty_like(q, memory_format=torch.contiguous_format)

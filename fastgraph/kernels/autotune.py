@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 import fastgraph
 from fastgraph import compile_cache
 from fastgraph.errors import FastgraphWarning
-from fastgraph.kernels import registry
+from fastgraph.kernels import serving
 from fastgraph.kernels.problems import TOLERANCE, error, problem
 from fastgraph.kernels.registry import OPS, Choice, Implementation, Kernel, Signature
 
@@ -129,7 +129,7 @@ def seconds(kernel: Kernel, op: str, signature: Signature, rows: int) -> float:
     problems += [problem(op, signature, rows, seed) for seed in range(1, copies)]
 
     def step() -> None:
-        registry.begin_step()
+        serving.begin_step()
         for layer in range(layers):
             kernel(*problems[layer % copies])
 

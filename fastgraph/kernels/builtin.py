@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastgraph.kernels import flashinfer_prefill, registry
+from fastgraph.kernels import flashinfer_prefill, registry, serving
 from fastgraph.kernels.attention import Pages, Turn
 from fastgraph.kernels.registry import Implementation, Kernel, Signature, nothing
 
@@ -26,7 +26,7 @@ def after_writing(attend: Callable[[Tensor, Pages, float, int], Tensor]) -> Kern
     """An attention op made of a function that only attends: `attend(q, pages, scale, window)`, all written already."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, turn: Turn, pages: Pages, scale: float, window: int) -> Tensor:
-        q = registry.serving(q.device.type)["rotate_and_write"](q, k, v, turn, pages)
+        q = serving.kernels(q.device.type)["rotate_and_write"](q, k, v, turn, pages)
         return attend(q, pages, scale, window)
 
     return run

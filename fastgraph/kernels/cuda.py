@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgraph.kernels import registry
+from fastgraph.kernels import serving
 
 _LIBRARY = torch.library.Library("fastgraph", "FRAGMENT")
 _LIBRARY.define(
@@ -21,7 +21,7 @@ linear = torch.ops.fastgraph.linear.default
 
 
 def _linear(x: Tensor, *rest: object) -> Tensor:
-    return registry.serving(x.device.type)["linear"](x, *rest)
+    return serving.kernels(x.device.type)["linear"](x, *rest)
 
 
 _LIBRARY.impl("linear", _linear, "CUDA")

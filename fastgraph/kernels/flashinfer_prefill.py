@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgraph.kernels import registry
+from fastgraph.kernels import serving
 from fastgraph.kernels.attention import Pages
 from fastgraph.kernels.registry import Kernel, Signature
 
@@ -47,9 +47,9 @@ class _Prefill:
 
     def __call__(self, q: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
         step, wrapper = self._plans.get((scale, window)) or (-1, _wrapper(q.device))
-        if step != registry.step():
+        if step != serving.step():
             self._plan(wrapper, q, pages, scale, window)
-            self._plans[scale, window] = registry.step(), wrapper
+            self._plans[scale, window] = serving.step(), wrapper
         # Kernels that overlap by programmatic dependent launch keep a convention among themselves.
         out: Tensor = wrapper.run(q, (pages.k_cache, pages.v_cache), enable_pdl=False)
         return out

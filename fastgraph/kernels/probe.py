@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fastgraph import models
-from fastgraph.kernels import registry
+from fastgraph.kernels import registry, serving
 from fastgraph.kernels.registry import Signature
 from fastgraph.ops import Batch, LayerCache
 
@@ -22,7 +22,7 @@ def signature_of(config: Mapping[str, Any], device: str, dtype: torch.dtype, pag
     """
     module = models.find(config)
     shape = module.Config.from_hf(config)
-    with torch.inference_mode(), torch.device("meta"), registry.asked() as features:
+    with torch.inference_mode(), torch.device("meta"), serving.asked() as features:
         model = module.Model(shape)
         tokens, row = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         batch = Batch(tokens, tokens, tokens, tokens, row, tokens, row, row[None])

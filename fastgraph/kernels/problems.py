@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fastgraph.config import MAX_LOGPROBS
-from fastgraph.kernels import registry
+from fastgraph.kernels import registry, serving
 from fastgraph.kernels.attention import Pages, Turn
 from fastgraph.kernels.registry import Kernel, Signature
 from fastgraph.kernels.sampling import SamplerOutput, SamplerState
@@ -99,7 +99,7 @@ def _sampling(logits: Tensor, rows: int) -> tuple[Any, ...]:
 
 def answer(op: str, kernel: Kernel, args: tuple[Any, ...]) -> list[Tensor]:
     """What a kernel makes of a problem: what it returns, and what it has written."""
-    registry.begin_step()
+    serving.begin_step()
     returned = kernel(*args)
     if op == "sample":
         return [args[-1].tokens]

@@ -2,18 +2,15 @@
 
 An `Op` is a computation with a fixed meaning and fixed arguments. An `Implementation` says which signatures, machines
 and features it takes. Those that take what is asked are ranked; the first serves, unless another is forced or was
-measured to be faster (`fastgraph.kernels.autotune`). The engine's thread then holds one table of functions, so that an
-op finds its kernel by name. This module imports no torch: the kernels are imported when they are chosen.
+measured to be faster (`fastgraph.kernels.autotune`). This module imports no kernel: those that are chosen are imported.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import threading
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import entry_points
@@ -109,6 +106,10 @@ class Implementation:
 
     def why_not(self, signature: Signature) -> str:
         """Why it cannot serve, in words; "" if it can."""
+        return self.lacks(signature) or self.refuses(signature)
+
+    def lacks(self, signature: Signature) -> str:
+        """What keeps it from serving in principle, whatever it may still build."""
         op = OPS[self.op]
         lacks = sorted(signature.features & op.features - self.features)
         missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
@@ -123,7 +124,7 @@ class Implementation:
             and op.captured
             and not self.capturable,
         }
-        return next((reason for reason, holds in reasons.items() if holds), "") or self.refuses(signature)
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,6 @@ def register(implementation: Implementation) -> None:
     if implementation.op not in OPS:
         raise ConfigError(f"there is no op {implementation.op}; ops are: {', '.join(OPS)}")
     _registered[implementation.op, implementation.name] = implementation
-    _default.cache_clear()
 
 
 @cache
@@ -244,65 +244,14 @@ def build_missing(choices: Mapping[str, Choice], signature: Signature) -> None:
     """Begin to build what would have served if it were built, for the next start; warn that it happens."""
     for choice in choices.values():
         for implementation, _ in () if choice.forced else choice.refused:
-            if said := implementation.build(signature):
+            said = "" if implementation.lacks(signature) else implementation.build(signature)
+            if said:
                 warnings.warn(said, FastgraphWarning, stacklevel=2)
 
 
 def load(choices: Mapping[str, Choice]) -> Kernels:
     """Import what was chosen."""
     return {op: choice.kernel() for op, choice in choices.items()}
-
-
-class _Serving(threading.local):
-    def __init__(self) -> None:
-        self.kernels: dict[str, Kernels] = {}  # by device
-        self.step = 0
-        self.asked: set[str] | None = None
-
-
-_serving = _Serving()
-
-
-def serve(device: str, kernels: Kernels) -> None:
-    """From now on these kernels serve whatever this thread, an engine's, runs on a device."""
-    _serving.kernels[device] = kernels
-
-
-def serving(device: str) -> Kernels:
-    """The kernels of this thread's engine; where there is none, the first of each op that a machine like this has."""
-    return _serving.kernels.get(device) or _default(device)
-
-
-def begin_step() -> None:
-    """Tell kernels that plan on the host, once for all layers, that another step begins."""
-    _serving.step += 1
-
-
-def step() -> int:
-    """The number of this thread's step."""
-    return _serving.step
-
-
-@contextmanager
-def asked() -> Iterator[set[str]]:
-    """Collect the features that ops are called with meanwhile, on tensors without data."""
-    features: set[str] = set()
-    _serving.asked = features
-    try:
-        yield features
-    finally:
-        _serving.asked = None
-
-
-def ask(**features: bool) -> None:
-    """Say which features an op is called with; nobody listens but in `asked`."""
-    if _serving.asked is not None:
-        _serving.asked.update(name for name, wanted in features.items() if wanted)
-
-
-@cache
-def _default(device: str) -> Kernels:
-    return load(choose(typical(device), {}))
 
 
 def typical(device: str, dtype: str = "bfloat16") -> Signature:

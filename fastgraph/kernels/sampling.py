@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgraph.kernels import registry
+from fastgraph.kernels import serving
 
 _BANNED = -torch.inf
 
@@ -80,7 +80,7 @@ def sample(logits: Tensor, slots: Tensor, state: SamplerState, vocab_limit: int,
 def _sample(logits: Tensor, slots: Tensor, vocab_limit: int, *tensors: Tensor) -> None:
     state = SamplerState(*tensors[: len(SamplerState._fields)])
     out = SamplerOutput(*tensors[len(SamplerState._fields) :])
-    registry.serving(logits.device.type)["sample"](logits, slots, vocab_limit, state, out)
+    serving.kernels(logits.device.type)["sample"](logits, slots, vocab_limit, state, out)
 
 
 def sample_reference(logits: Tensor, slots: Tensor, vocab_limit: int, state: SamplerState, out: SamplerOutput) -> None:
