@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import family_templates
 import pytest
 import tokenizers
 from loading_helpers import default_gguf
@@ -159,6 +160,50 @@ def test_tools_and_variables_reach_the_template_as_in_transformers(reference: An
     documents = [{"title": "a", "text": "b"}]
     expected = reference.apply_chat_template(ONE, chat_template=GENERATION, documents=documents, tokenize=False)
     assert ChatTemplate(GENERATION, SPECIAL).render(ONE, add_generation_prompt=False, documents=documents) == expected
+
+
+THOUGHTS = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "<think>\nEasy.\n</think>\n\n4"},
+    {"role": "user", "content": "And 3?"},
+    {"role": "assistant", "content": "7", "reasoning_content": "4 + 3"},
+]
+PARTS = [
+    {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+    {"role": "user", "content": [{"type": "text", "text": " What is this? "}, {"type": "image"}]},
+]
+# Messages that a family's template takes, and the variables that it knows.
+FAMILIES = [
+    *(("GEMMA", messages, {}) for messages in (ONE, MANY, PARTS)),
+    *(("QWEN3", messages, {"tools": tools}) for messages in (ONE, MANY, CALL, THOUGHTS) for tools in (None, [TOOL])),
+    *(("QWEN3", messages, {"enable_thinking": on}) for messages in (ONE, THOUGHTS, CALL) for on in (True, False)),
+    *(("MISTRAL", messages, {"tools": tools}) for messages in (ONE, MANY, CALL) for tools in (None, [TOOL, TOOL])),
+    *(("PHI", messages, {"tools": tools}) for messages in (ONE, MANY) for tools in (None, [TOOL])),
+]
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize(("name", "messages", "variables"), FAMILIES)
+def test_each_familys_conversations_are_written_as_in_transformers(
+    reference: Any, name: str, messages: list[dict[str, Any]], variables: dict[str, Any], prompt: bool
+) -> None:
+    source = getattr(family_templates, name)
+    expected = reference.apply_chat_template(
+        messages, chat_template=source, add_generation_prompt=prompt, tokenize=False, **variables
+    )
+    assert ChatTemplate(source, SPECIAL).render(messages, add_generation_prompt=prompt, **variables) == expected
+    said = [part for m in messages for part in (m["content"] if isinstance(m["content"], list) else [])]
+    for text in [m["content"] for m in messages if m["role"] == "user" and not said]:
+        assert text.strip() in expected
+
+
+def test_thinking_is_turned_off_and_old_thoughts_are_left_out() -> None:
+    template = ChatTemplate(family_templates.QWEN3, SPECIAL)
+    assert template.render(ONE, enable_thinking=False).endswith("<think>\n\n</think>\n\n")
+    assert "think" not in template.render(ONE, enable_thinking=True)
+    text = template.render(THOUGHTS, add_generation_prompt=False)
+    assert "Easy" not in text
+    assert "4 + 3" in text
 
 
 def test_the_default_model_is_greeted_with_its_system_prompt(folder: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import regex
 import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading_helpers import corpus, default_gguf, train_sentencepiece, write_llama
@@ -21,7 +22,7 @@ from transformers import AutoTokenizer
 
 from fastgraph.errors import ModelError, RequestError
 from fastgraph.loading import gguf
-from fastgraph.loading.gguf_tokenizer import build_tokenizer
+from fastgraph.loading.gguf_tokenizer import _merges_of_scores, build_tokenizer
 from fastgraph.loading.tokenizer import Tokenizer
 
 TEXTS = [
@@ -258,6 +259,40 @@ class TestSentencePiece:
         ids = tokenizer.encode("<s>ka</s>", add_special_tokens=False)
         assert (ids[0], ids[-1]) == (original.bos_id(), original.eos_id())
         assert tokenizer.special_ids >= {original.bos_id(), original.eos_id()}
+
+
+@pytest.fixture(scope="module", params=["LlamaTokenizer", "GemmaTokenizer", "Qwen2Tokenizer"])
+def family(request: Any, tmp_path_factory: Any) -> tuple[Tokenizer, Any]:
+    """A small tokenizer of transformers' class for a family with tokens added to it, and ours of what it saves."""
+    folder = tmp_path_factory.mktemp(request.param)
+    kind = getattr(transformers, request.param)
+    if request.param == "Qwen2Tokenizer":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        pairs = [("k", "a"), ("l", "o"), ("ka", "lo"), ("Ġ", "ka"), ("Ċ", "Ċ")]
+        theirs = kind(vocab={t: i for i, t in enumerate([*alphabet, *map("".join, pairs)])}, merges=pairs)
+    else:
+        trained = train_sentencepiece(folder)
+        tokens = [trained.id_to_piece(i) for i in range(trained.vocab_size())]
+        scores = [trained.get_score(i) for i in range(len(tokens))]
+        pairs = _merges_of_scores(tokens, scores, [1] * len(tokens))
+        theirs = kind(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs)
+    theirs.add_tokens(["<tool>"])
+    theirs.add_tokens([tokenizers.AddedToken("<|end|>", rstrip=True)], special_tokens=True)  # as Phi-3's
+    theirs.save_pretrained(folder)
+    return Tokenizer(folder, {}, {}), theirs
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["kalo <tool> x<tool>y", "<|end|>  \n kalo<|end|> ", "", "  a\n\n\tb ", "é😀 日本語", "<s>kalo</s>", "12 345"],
+)
+def test_each_familys_tokenizer_is_read_from_what_transformers_saves(family: tuple[Tokenizer, Any], text: str) -> None:
+    ours, theirs = family
+    for special in (True, False):
+        ids = theirs(text, add_special_tokens=special)["input_ids"]
+        assert ours.encode(text, add_special_tokens=special) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
 
 
 SPLIT_TEXT = (
