@@ -221,6 +221,23 @@ def test_a_saved_checkpoint_answers_as_transformers_does(tmp_path: Path, name: s
 # Configs
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen2.5-7b", 7_615_616_512),
+        ("gemma-3-1b", 999_885_952),
+        ("phi-4", 14_659_507_200),
+        ("mistral-7b", 7_241_732_096),
+    ],
+)
+def test_the_shapes_that_bench_ships_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    raw = json.loads((Path(fastgraph.__file__).parent / "bench" / "shapes" / f"{name}.json").read_text())
+    module = models.find(raw)
+    with torch.device("meta"):
+        model = module.Model(module.Config.from_hf(raw))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
 def test_old_phi_checkpoints_call_longrope_su_or_yarn() -> None:
     new = hf_raw(CONFIGS["phi3-longrope-partial"])
     base = {key: value for key, value in new.items() if key != "rope_parameters"} | {"partial_rotary_factor": 0.5}
