@@ -44,6 +44,8 @@ class EngineConfig:
     max_step_tokens: int | None = None  # tokens one step may compute; longer prompts are chunked
     page_size: int = 16  # tokens a page holds
     kv_pages: int | None = None  # None: sized from the memory that is free once the weights are loaded
+    prefix_cache: bool = True  # prompts share the pages of what they begin with
+    host_kv_gb: float | None = None  # host memory that requests may be saved to when they have to make room
     in_flight_depth: int | None = None  # steps submitted before the oldest is read
     autotune: bool = True  # measure at start which of several kernels for an op is the fastest
     kernels: Mapping[str, str] = field(default_factory=dict)  # op -> the implementation to take, whatever is faster
@@ -60,6 +62,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a whole number from {least} up, not {value!r}")
         if self.in_flight_depth is not None and (not _is_int(self.in_flight_depth) or self.in_flight_depth < 0):
             raise ConfigError(f"in_flight_depth must be 0 or more, not {self.in_flight_depth!r}")
+        if self.host_kv_gb is not None and (not _is_real(self.host_kv_gb) or self.host_kv_gb < 0):
+            raise ConfigError(f"host_kv_gb must be a number from 0 up, not {self.host_kv_gb!r}")
         if not isinstance(self.kernels, Mapping) or not all(
             isinstance(i, str) for p in self.kernels.items() for i in p
         ):

@@ -28,6 +28,8 @@ _ENGINE_HELP = {
     "max_step_tokens": "Tokens one step may compute; longer prompts are chunked.",
     "page_size": "Tokens a page of KV holds.",
     "kv_pages": "Pages of KV; sized from free memory if left out.",
+    "prefix_cache": "Prompts share the pages of what they begin with.",
+    "host_kv_gb": "GB of host memory that requests may be saved to when they have to make room.",
     "in_flight_depth": "Steps submitted before the oldest is read.",
     "autotune": "Measure at start which of several kernels is the fastest.",
     "kernels": "OP=NAME, the kernel an op takes; may be repeated. `fastgraph kernels` lists them.",

@@ -98,6 +98,10 @@ class Rope(nn.Module):
         self.frequencies = torch.tensor(self.values, dtype=torch.float32, device=self.frequencies.device)
         return self
 
+    def looks_ahead(self, longest: int) -> bool:
+        """Whether a token's angles depend on what follows it, in prompts of up to `longest` tokens."""
+        return self.kind in ("dynamic", "longrope") and longest > self.trained
+
     def forward(self, positions: Tensor, sequence_lengths: Tensor) -> tuple[Tensor, Tensor]:
         """positions, sequence_lengths: [tokens] -> cos, sin: [tokens, dim / 2]"""
         own = self.frequencies[(sequence_lengths > self.trained).int()] if len(self.values) > 1 else self.frequencies

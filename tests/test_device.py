@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from driver import Careless
 
 from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.plan import NULL_SLOT, Admission, Limits, PrefillSpan, StepPlan
@@ -52,18 +53,26 @@ def build(folder: Path, **options: Any) -> DeviceHandle:
     return build_device(config, checkpoint, CPU, None, lambda phase, fraction: None)
 
 
-def serve(device: DeviceHandle, prompts: list[list[int]], tokens: int, **sampling: Any) -> list[list[int]]:
+def serve(
+    device: DeviceHandle, prompts: list[list[int]], tokens: int, careless: bool = False, **sampling: Any
+) -> list[list[int]]:
     """Drive a device with a scheduler, a step at a time."""
     scheduler = Scheduler(device.limits)
+    if careless:
+        scheduler.forecast = Careless()
     for number, prompt in enumerate(prompts, start=1):
-        params = SamplingParams(max_tokens=tokens, **sampling)
-        ids = np.array(prompt, np.int32)
-        scheduler.submit(Request(number, ids, params, 77, (), len(prompt) + tokens, incremental=False))
+        scheduler.submit(request_of(number, prompt, tokens, **sampling))
     answers = {}
     while plan := scheduler.plan():
         for output in scheduler.land(plan, device.execute(plan).result()):
             answers[output.request_id] = output.token_ids.tolist()
+    assert not careless or scheduler.preemptions
     return [answers[number] for number in range(1, len(prompts) + 1)]
+
+
+def request_of(number: int, prompt: list[int], tokens: int, incremental: bool = False, **sampling: Any) -> Request:
+    params = SamplingParams(max_tokens=tokens, **sampling)
+    return Request(number, np.array(prompt, np.int32), params, 77, (), len(prompt) + tokens, incremental)
 
 
 def expected(model: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -96,7 +105,7 @@ def test_chunked_prompts_ride_with_decode_and_change_no_token(reference: tuple[A
 def test_preempted_requests_end_as_if_nothing_had_happened(reference: tuple[Any, Path]) -> None:
     model, folder = reference
     device = build(folder, compile="off", kv_pages=16)
-    assert serve(device, PROMPTS, 20) == expected(model, PROMPTS, 20)
+    assert serve(device, PROMPTS, 20, careless=True) == expected(model, PROMPTS, 20)
 
 
 def test_a_seeded_answer_is_the_same_alone_beside_others_and_after_preemption(reference: tuple[Any, Path]) -> None:
@@ -105,7 +114,7 @@ def test_a_seeded_answer_is_the_same_alone_beside_others_and_after_preemption(re
     roomy, tight = build(folder, compile="off"), build(folder, compile="off", kv_pages=16)
     together = serve(roomy, PROMPTS, 20, **sampling)
     assert [serve(roomy, [prompt], 20, **sampling)[0] for prompt in PROMPTS] == together
-    assert serve(tight, PROMPTS, 20, **sampling) == together
+    assert serve(tight, PROMPTS, 20, careless=True, **sampling) == together
 
 
 def test_a_step_that_would_compile_runs_eagerly_is_counted_and_said_once(reference: tuple[Any, Path]) -> None:

@@ -26,12 +26,14 @@ from fastgraph.kernels.probe import signature_of
 from fastgraph.loading.checkpoint import Checkpoint
 from fastgraph.loading.weights import WeightFiles, fill_dummy, load_weights
 from fastgraph.ops import LayerCache
+from fastgraph.rope import Rope
 
 Progress = Callable[[str, float | None], None]
 
 # What a machine is given where the user leaves it open.
 DEFAULT_DECODE_BS = {"cpu": 32, "cuda": 256}
 DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+HOST_KV_GB = {"cpu": 0.0, "cuda": 4.0}  # pages that are pushed out of a CPU's memory would go to the same memory
 CPU_SHARE = 0.25  # of all memory, for keys and values: others use it too
 GPU_HEADROOM = 0.02  # of all memory, left free: allocations of unlike sizes leave gaps
 
@@ -98,6 +100,10 @@ def build_device(
     progress("reserving memory for keys and values", None)
     page_bytes = shape.layers * 2 * limits.page_size * shape.kv_heads * shape.head_dim * dtype.itemsize
     limits = _fit_pages(config, limits, executor, page_bytes, device)
+    # Where a key depends on what comes after it, a prompt's pages are of no use to another.
+    ropes = [module for module in model.modules() if isinstance(module, Rope)]
+    shared = config.prefix_cache and not any(rope.looks_ahead(limits.max_model_len) for rope in ropes)
+    limits = replace(limits, prefix_cache=shared)
     step.caches = _caches(limits.pages, limits, shape, device, dtype)
     if device.type == "cuda":
         executor.rehearse(limits)
@@ -171,7 +177,8 @@ def _fit_pages(
     max_model_len = min(limits.max_model_len, pages * limits.page_size + 1)
     if max_model_len < 2:
         raise ConfigError("there is no memory left for keys and values: ask for a smaller model or dtype, or kv_pages")
-    return replace(limits, pages=pages, max_model_len=max_model_len)
+    host_gb = HOST_KV_GB[device.type] if config.host_kv_gb is None else config.host_kv_gb
+    return replace(limits, pages=pages, max_model_len=max_model_len, host_pages=int(host_gb * 1e9) // page_bytes)
 
 
 def _capture_top(config: EngineConfig, limits: Limits) -> int:

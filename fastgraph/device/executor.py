@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastgraph.control.plan import NULL_SLOT, Limits, Logprobs, PrefillSpan, StepPlan, StepResult
 from fastgraph.device.compiler import CompiledStep
+from fastgraph.device.host_pages import HostPages
 from fastgraph.device.ladder import CaptureLadder
 from fastgraph.device.metadata import StepInputs, StepMetadata
 from fastgraph.device.slots import Slots
@@ -61,6 +62,7 @@ class Executor:
     ) -> None:
         self._step, self._slots, self._metadata, self._ladder = step, slots, metadata, ladder
         self._on_cuda = device.type == "cuda"
+        self._host_pages = HostPages(device)
         self.above_ladder = 0  # decode steps too large for every captured graph
         self.padding_rows = 0  # that decode steps computed to fill up a captured graph
         # A result is read before its buffer's turn comes again.
@@ -69,6 +71,8 @@ class Executor:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Copied:
         """Submit the step. The results may be read later; steps run in the order they were submitted."""
+        if len(plan.snapshots) or len(plan.restores):
+            self._host_pages.copy(plan, self._step.caches)
         self._slots.apply(plan)
         rows = len(plan.decode_slots)
         launch = self._mixed(plan) if plan.spans else self._decode(rows, plan)
