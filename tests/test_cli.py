@@ -71,14 +71,19 @@ def test_every_engine_option_is_a_flag_of_its_own_name(llm: FakeLLM) -> None:
         "model": "somewhere", "revision": "v1", "token": "secret", "offline": True, "device": "cpu",
         "dtype": "float32", "compile": "regional", "load_format": "dummy", "chat_template": "{{ x }}",
         "max_model_len": 101, "max_decode_bs": 102, "max_capture_bs": 103, "max_step_tokens": 104, "page_size": 8,
-        "kv_pages": 105, "in_flight_depth": 3,
+        "kv_pages": 105, "in_flight_depth": 3, "prefix_cache": False, "host_kv_gb": 1.5, "trace": "decisions",
+        "autotune": False, "kernels": {"sample": "reference"},
     }  # fmt: skip
     values = {f.name: values[f.name] for f in dataclasses.fields(EngineConfig)}
-    written = [
-        part
-        for name, value in values.items()
-        for part in ([f"--{name.replace('_', '-')}"] if value is True else [f"--{name.replace('_', '-')}", str(value)])
-    ]
+    written: list[str] = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if name == "kernels":
+            written += ["--kernel", "sample=reference"]
+        elif isinstance(value, bool):
+            written.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            written += [f"--{flag}", str(value)]
     assert run("generate", "x", *written).exit_code == 0
     assert llm.config == EngineConfig(**values)
 
