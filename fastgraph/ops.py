@@ -16,7 +16,18 @@ from fastgraph.kernels import attention as _attention
 from fastgraph.kernels import cuda
 from fastgraph.rope import Rope, rope_parameters
 
-__all__ = ["Batch", "LayerCache", "Rope", "attention", "gate_mul", "linear", "rms_norm", "rope_parameters", "rotary"]
+__all__ = [
+    "Batch",
+    "LayerCache",
+    "Rope",
+    "attention",
+    "cache_width",
+    "gate_mul",
+    "linear",
+    "rms_norm",
+    "rope_parameters",
+    "rotary",
+]
 
 Activation = Literal["silu", "gelu"]
 
@@ -24,8 +35,8 @@ Activation = Literal["silu", "gelu"]
 class LayerCache(NamedTuple):
     """The paged keys and values of one layer."""
 
-    k: Tensor  # [pages, page_size, kv_heads, head_dim]
-    v: Tensor  # [pages, page_size, kv_heads, head_dim]
+    k: Tensor  # [pages, page_size, kv_heads, width], as wide as a head or wider
+    v: Tensor  # [pages, page_size, kv_heads, width]
 
 
 class Batch(NamedTuple):
@@ -128,16 +139,25 @@ def attention(
     `window` > 0 lets a token see only itself and the `window - 1` before it. `rope` is cos and sin as in `rotary`;
     `norms` are those of each head of q and of k, before it. Without them q and k are taken as they come.
     """
-    if rope is None or not _has_kernels(q):  # a CPU's compiler fuses them
+    spare = cache.k.shape[-1] - q.shape[-1]  # by which the pages are wider than a head
+    if rope is None or spare or not _has_kernels(q):  # a CPU's compiler fuses them
         if norms:
             q, k = (rms_norm(x, norm.weight, norm.eps) for x, norm in zip((q, k), norms, strict=True))
         if rope:
             q, k = rotary(q, *rope), rotary(k, *rope)
         norms = rope = None
+    if spare:
+        q, k, v = (F.pad(x, (0, spare)) for x in (q, k, v))
     cos, sin = rope or (None, None)
     scales = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else (None, None, 0.0)
     rows = (batch.page_table, batch.lengths, batch.slots, batch.query_start, batch.positions, batch.token_slots)
-    return _attention.attention(q, k, v, cos, sin, *scales, cache.k, cache.v, *rows, scale, window)
+    y = _attention.attention(q, k, v, cos, sin, *scales, cache.k, cache.v, *rows, scale, window)
+    return y[..., :-spare] if spare else y
+
+
+def cache_width(head_dim: int, device: str) -> int:
+    """How many elements a head's keys have in the pages: on a GPU a power of two, which its kernels want."""
+    return head_dim if device == "cpu" else 1 << (head_dim - 1).bit_length()
 
 
 def _has_kernels(x: Tensor) -> bool:

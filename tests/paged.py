@@ -45,6 +45,7 @@ class Paged:
         slots: int,
         span: int,
         page_size: int = 4,
+        width: int = 0,  # of a head in the pages; 0 is head_dim
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -54,7 +55,7 @@ class Paged:
         null = torch.zeros(1, per_slot, dtype=torch.int32)  # slot 0 and page 0 take what nobody reads
         self.page_table = torch.cat([null, scrambled.view(slots, per_slot).int()]).to(device)
         self.lengths = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-        shape = (pages + 1, page_size, config.kv_heads, config.head_dim)
+        shape = (pages + 1, page_size, config.kv_heads, width or config.head_dim)
         self.caches = [
             LayerCache(*(torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in "kv"))
             for _ in range(config.layers)

@@ -26,7 +26,7 @@ from tokenizers.models import WordLevel
 from transformers import Gemma3TextConfig, MistralConfig, Phi3Config, Qwen2Config
 
 import fastgraph
-from fastgraph import models
+from fastgraph import models, ops
 from fastgraph.errors import ModelError
 from fastgraph.models import gemma3, llama, mistral, phi3, qwen2
 
@@ -216,6 +216,18 @@ def test_a_saved_checkpoint_answers_as_transformers_does(tmp_path: Path, name: s
         assert answer.token_ids == logits.argmax(-1).tolist()
         found = torch.tensor([list(token.top.values()) for token in answer.logprobs])
         torch.testing.assert_close(found, logits.log_softmax(-1).topk(20).values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["phi3", "gemma3"])
+def test_pages_may_be_wider_than_a_head(name: str) -> None:
+    """As they are on a GPU for the heads of 96 elements that Phi-3-mini has."""
+    module, model = load(CONFIGS[name], hf_model(CONFIGS[name]))
+    shape, text = module.Config.from_hf(hf_raw(CONFIGS[name])), tokens(1, 20)
+    narrow, wide = Paged(shape, slots=1, span=20), Paged(shape, slots=1, span=20, width=shape.head_dim + 4)
+    for pieces in ([Piece(1, text[:15], 19)], [Piece(1, text[15:19], 19)], [Piece(1, text[19:])]):
+        for got, want in zip(wide.step(model, pieces), narrow.step(model, pieces), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert [ops.cache_width(dim, "cuda") for dim in (64, 80, 96, 128, 256)] == [64, 128, 128, 128, 256]
 
 
 # Configs

@@ -10,7 +10,7 @@ import torch
 from fastgraph import models
 from fastgraph.kernels import registry, serving
 from fastgraph.kernels.registry import Signature
-from fastgraph.ops import Batch, LayerCache
+from fastgraph.ops import Batch, LayerCache, cache_width
 
 _FUSED_ON_CPU = {"rope", "norms"}  # there the compiler, or PyTorch, computes them before attention
 
@@ -26,7 +26,7 @@ def signature_of(config: Mapping[str, Any], device: str, dtype: torch.dtype, pag
         model = module.Model(shape)
         tokens, row = torch.zeros(2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         batch = Batch(tokens, tokens, tokens, tokens, row, tokens, row, row[None])
-        page = torch.empty(1, page_size, shape.kv_heads, shape.head_dim)
+        page = torch.empty(1, page_size, shape.kv_heads, cache_width(shape.head_dim, device))
         x, shared = model.embed(batch)
         for layer in model.layers:
             x = layer(x, shared, LayerCache(page, page), batch)
@@ -35,7 +35,7 @@ def signature_of(config: Mapping[str, Any], device: str, dtype: torch.dtype, pag
         dtype=str(dtype).removeprefix("torch."),
         heads=shape.heads,
         kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
+        head_dim=cache_width(shape.head_dim, device),
         page_size=page_size,
         hidden=shape.hidden,
         vocab=shape.vocab,
