@@ -118,7 +118,9 @@ def show_kernels(config: EngineConfig, explain: bool) -> None:
                 weights=False,
                 progress=loading.tell,
             )
-        signature, of = signature_of(checkpoint.config, device.type, dtype, config.page_size), checkpoint.name
+        graphs = device.type == "cuda" and config.max_capture_bs != 0
+        signature = signature_of(checkpoint.config, device.type, dtype, config.page_size, graphs)
+        of = checkpoint.name
     choices = recall(registry.choose(signature, config.kernels), signature)
     print(f"{of} on a {device.type}: {signature}")
     for op in registry.OPS.values():

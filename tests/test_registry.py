@@ -34,7 +34,7 @@ def signature(device: str = "cpu", dtype: str = "float32", **changes: Any) -> Si
 
 
 def hopper(**changes: Any) -> Signature:
-    return signature(**{"device": "cuda", "dtype": "bfloat16", "capability": (9, 0), **changes})
+    return signature(**{"device": "cuda", "dtype": "bfloat16", "capability": (9, 0), "graphs": True, **changes})
 
 
 def kernel(name: str, **options: Any) -> Implementation:
@@ -99,6 +99,8 @@ def test_what_reads_on_the_host_serves_no_op_that_graphs_record() -> None:
     choices = registry.choose(hopper(), {})
     assert "CUDA graph" in reason(choices["decode_attention"], "reference")
     assert "reference" in names(choices["prefill_attention"])
+    slow = {"decode_attention": "reference"}  # to look for a fault: without graphs it can
+    assert registry.choose(hopper(graphs=False), slow)["decode_attention"].who() == "reference"
 
 
 def test_triton_says_what_it_cannot_take() -> None:
@@ -230,7 +232,7 @@ def test_what_a_model_asks_is_found_by_running_it_without_data(
 ) -> None:
     monkeypatch.setattr(registry, "capability", lambda device: (9, 0))
     for device, features in (("cuda", on_gpu), ("cpu", on_cpu)):
-        found = signature_of(config, device, torch.bfloat16, 16)
+        found = signature_of(config, device, torch.bfloat16, 16, graphs=device == "cuda")
         assert found.features == features
         assert (found.heads, found.kv_heads, found.head_dim) == (4, 2, config.get("head_dim", 16))
         assert (found.hidden, found.vocab, found.layers, found.page_size) == (64, 100, 2, 16)

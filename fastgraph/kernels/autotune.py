@@ -135,7 +135,7 @@ def seconds(kernel: Kernel, op: str, signature: Signature, rows: int) -> float:
 
     step()
     run, graph = step, None
-    if on_gpu and OPS[op].captured:
+    if signature.graphs and OPS[op].captured:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()

@@ -15,10 +15,10 @@ from fastgraph.ops import Batch, LayerCache, cache_width
 _FUSED_ON_CPU = {"rope", "norms"}  # there the compiler, or PyTorch, computes them before attention
 
 
-def signature_of(config: Mapping[str, Any], device: str, dtype: torch.dtype, page_size: int) -> Signature:
+def signature_of(config: Mapping[str, Any], device: str, dtype: torch.dtype, page_size: int, graphs: bool) -> Signature:
     """The signature of a checkpoint's model. Reads no weights. Raises `ModelError` for a model that cannot be run.
 
-    config: config.json.
+    config: config.json. graphs: whether CUDA graphs record decode steps.
     """
     module = models.find(config)
     shape = module.Config.from_hf(config)
@@ -42,4 +42,5 @@ def signature_of(config: Mapping[str, Any], device: str, dtype: torch.dtype, pag
         layers=shape.layers,
         features=frozenset(features - (_FUSED_ON_CPU if device == "cpu" else set())),
         capability=registry.capability(device),
+        graphs=graphs,
     )

@@ -65,6 +65,7 @@ class Signature:
     layers: int
     features: frozenset[str] = frozenset()
     capability: tuple[int, int] = (0, 0)  # compute capability of the GPU
+    graphs: bool = False  # whether CUDA graphs record decode steps
 
     def __str__(self) -> str:
         asks = "".join(f", {name}" for name in sorted(self.features))
@@ -120,7 +121,7 @@ class Implementation:
             f"needs {', '.join(missing)}, not installed here": bool(missing),
             f"takes {', '.join(self.dtypes)}": signature.dtype not in self.dtypes,
             f"lacks {', '.join(lacks)}": bool(lacks),
-            "reads on the host, which no CUDA graph can record": signature.device == "cuda"
+            "reads on the host, which no CUDA graph can record": signature.graphs
             and op.captured
             and not self.capturable,
         }
@@ -257,7 +258,8 @@ def load(choices: Mapping[str, Choice]) -> Kernels:
 def typical(device: str, dtype: str = "bfloat16") -> Signature:
     """What most models ask: that of Llama 3.1 8B."""
     features = frozenset({"rope"} if device == "cuda" else ())
-    return Signature(device, dtype, 32, 8, 128, 16, 4096, 128256, 32, features, capability(device))
+    sizes = (32, 8, 128, 16, 4096, 128256, 32)
+    return Signature(device, dtype, *sizes, features, capability(device), graphs=device == "cuda")
 
 
 def capability(device: str) -> tuple[int, int]:
