@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastgraph import ops
 from fastgraph.errors import ModelError
 
-ARCHITECTURES = ("Gemma3ForCausalLM",)
+ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")  # of the latter, the text part
 Ropes = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # cos and sin for whole layers, and for windowed ones
 
 
@@ -42,6 +42,7 @@ class Config:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
         """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
+        raw = {**raw, **(raw.get("text_config") or {})}
         required = ("hidden_size", "intermediate_size", "num_hidden_layers")
         missing = [name for name in required if raw.get(name) is None]
         if missing:

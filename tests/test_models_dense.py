@@ -23,11 +23,20 @@ from model_helpers import (
 from paged import Paged, Piece
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
-from transformers import Gemma3TextConfig, MistralConfig, Phi3Config, Qwen2Config
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
 
 import fastgraph
 from fastgraph import models, ops
 from fastgraph.errors import ModelError
+from fastgraph.loading.weights import WeightFiles, load_weights
 from fastgraph.models import gemma3, llama, mistral, phi3, qwen2
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -216,6 +225,28 @@ def test_a_saved_checkpoint_answers_as_transformers_does(tmp_path: Path, name: s
         assert answer.token_ids == logits.argmax(-1).tolist()
         found = torch.tensor([list(token.top.values()) for token in answer.logprobs])
         torch.testing.assert_close(found, logits.log_softmax(-1).topk(20).values, rtol=1e-4, atol=1e-4)
+
+
+def test_the_text_part_of_a_gemma3_that_sees_answers_as_transformers_does(tmp_path: Path) -> None:
+    eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seeing = Gemma3Config(
+        text_config=CONFIGS["gemma3"],
+        vision_config=SiglipVisionConfig(**eyes, image_size=32, patch_size=16),
+        mm_tokens_per_image=4,
+        image_token_index=95,
+    )
+    torch.manual_seed(0)
+    hf = Gemma3ForConditionalGeneration(seeing).eval()
+    hf.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["architectures"] == ["Gemma3ForConditionalGeneration"]
+    module = models.find(raw)
+    shape = module.Config.from_hf(raw)
+    model = module.Model(shape)
+    load_weights(model, WeightFiles(tmp_path), module.WEIGHTS, progress=lambda *_: None)
+    text = tokens(1, 41)
+    (got,) = Paged(shape, slots=1, span=41).step(model, [Piece(1, text, 41)])
+    torch.testing.assert_close(got, hf(torch.tensor([text])).logits[0], rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["phi3", "gemma3"])

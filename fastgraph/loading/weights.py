@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from safetensors import SafetensorError, safe_open
 from fastgraph.errors import ModelError
 
 Progress = Callable[[str, "float | None"], None]  # the phase in words, and the share of it that is done (0..1)
+Names = Mapping[str, "str | tuple[str, ...] | list[str | tuple[str, ...]]"]  # parameter: the checkpoint's names for it
 
 INDEX = "model.safetensors.index.json"
 PLUS_ONE = "1 + "  # before a checkpoint's name: Gemma's norms are stored less 1
+EXPERT = "{expert}"  # in a checkpoint's name: the number of an expert, of those that one parameter holds
+_TEXT_PART = "language_model."  # before the text part's names, in a model of text and images
 _LISTED = 8  # names a message shows before it only counts
 
 
@@ -26,21 +29,26 @@ class WeightFiles:
     """The tensors of a checkpoint folder, memory-mapped; a file is opened when its first tensor is asked for.
 
     `names` maps each tensor's name to the file that holds it. An index file, where there is one, is the authority:
-    other safetensors beside it are not read. Raises `ModelError` for a folder without weights and for missing shards.
+    other safetensors beside it are not read. Of a model of text and images only the text part is here, under the names
+    that a model of text alone would have. Raises `ModelError` for a folder without weights and for missing shards.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, Any] = {}
-        self.names: Mapping[str, str] = self._index()
+        stored = self._index()
+        self._prefix = _TEXT_PART if any(name.startswith(_TEXT_PART) for name in stored) else ""
+        self.names: Mapping[str, str] = {
+            name.removeprefix(self._prefix): file for name, file in stored.items() if name.startswith(self._prefix)
+        }
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        return tuple(self._file(self.names[name]).get_slice(name).get_shape())
+        return tuple(self._file(self.names[name]).get_slice(self._prefix + name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor on the CPU, in the checkpoint's dtype, backed by the mapped file."""
-        tensor: torch.Tensor = self._file(self.names[name]).get_tensor(name)
+        tensor: torch.Tensor = self._file(self.names[name]).get_tensor(self._prefix + name)
         return tensor
 
     def _index(self) -> dict[str, str]:
@@ -85,7 +93,7 @@ class WeightFiles:
 def load_weights(
     model: torch.nn.Module,
     files: WeightFiles,
-    names: Mapping[str, str | tuple[str, ...]],
+    names: Names,
     *,
     ignore: Sequence[str] = (),
     progress: Progress,
@@ -93,14 +101,16 @@ def load_weights(
     """Fill every parameter of `model`, in place, from `files`.
 
     `names` maps parameter names to checkpoint names; a tuple of them lies one behind the other along dimension 0,
-    "{}" stands for the layer number, and "1 + name" is what the checkpoint holds, plus one. `ignore` holds shell
-    patterns of checkpoint names that may be there but are not read. Each tensor goes from the mapped file to its place
-    on the device, where it is cast to the parameter's dtype.
+    "{}" stands for the layer number, and "1 + name" is what the checkpoint holds, plus one. Names with "{expert}" are
+    repeated for each expert in turn, of which a parameter [experts, rows, ...] holds what dimension 0 says. A list
+    holds alternatives: the first that the checkpoint knows counts. `ignore` holds shell patterns of checkpoint names
+    that may be there but are not read. Each tensor goes from the mapped file to its place on the device, where it is
+    cast to the parameter's dtype.
 
     Raises one `ModelError` that names every missing, unexpected and wrongly shaped tensor, before anything is read.
     """
     parameters = dict(model.named_parameters())
-    sources = {name: _sources(name, names) for name in parameters}
+    sources = {name: sources_of(name, parameter, names, files.names) for name, parameter in parameters.items()}
     _check(parameters, sources, files, ignore)
     total = sum(p.numel() for p in parameters.values())
     done = 0
@@ -110,7 +120,8 @@ def load_weights(
             for source in sources[name]:
                 tensor = files.read(source.removeprefix(PLUS_ONE))
                 rows = tensor.shape[0] if tensor.ndim else 1
-                target = parameter if len(sources[name]) == 1 else parameter.narrow(0, row, rows)
+                whole = _as_filled(parameter, tensor.ndim)
+                target = whole if len(sources[name]) == 1 else whole.narrow(0, row, rows)
                 target.copy_(tensor)
                 if source.startswith(PLUS_ONE):
                     target += 1
@@ -133,15 +144,25 @@ def fill_dummy(model: torch.nn.Module, seed: int = 0) -> None:
             parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.02, generator=generators[device])
 
 
-def _sources(parameter: str, names: Mapping[str, str | tuple[str, ...]]) -> tuple[str, ...]:
-    """Checkpoint names that make up a parameter. One that the map lacks is a fault in the model file."""
-    layer = re.search(r"(?<=\.)\d+(?=\.)", parameter)
-    pattern = parameter if layer is None else f"{parameter[: layer.start()]}{{}}{parameter[layer.end() :]}"
+def sources_of(name: str, parameter: torch.Tensor, names: Names, present: Container[str]) -> tuple[str, ...]:
+    """Checkpoint names that make up a parameter. One that the map lacks is a fault in the model file.
+
+    present: the names in the checkpoint, which decide between alternatives.
+    """
+    layer = re.search(r"(?<=\.)\d+(?=\.)", name)
+    pattern = name if layer is None else f"{name[: layer.start()]}{{}}{name[layer.end() :]}"
     if pattern not in names:
         raise ModelError(f"the model file's weight names lack its parameter {pattern}")
     found = names[pattern]
     number = "" if layer is None else layer[0]
-    return tuple(name.replace("{}", number) for name in ((found,) if isinstance(found, str) else found))
+
+    def written_out(group: str | tuple[str, ...]) -> tuple[str, ...]:
+        patterns = [each.replace("{}", number) for each in ((group,) if isinstance(group, str) else group)]
+        experts = range(len(parameter) if EXPERT in patterns[0] else 1)
+        return tuple(each.replace(EXPERT, str(expert)) for expert in experts for each in patterns)
+
+    groups = [written_out(group) for group in (found if isinstance(found, list) else [found])]
+    return next((group for group in groups if group[0].removeprefix(PLUS_ONE) in present), groups[0])
 
 
 def _check(
@@ -163,16 +184,22 @@ def _check(
         if not present.issuperset(group):
             continue
         have = [files.shape(source) for source in group]
-        want = tuple(parameter.shape)
+        want = tuple(_as_filled(parameter, len(have[0])).shape)
         whole = have[0] if len(have) == 1 else (sum(shape[0] for shape in have), *have[0][1:])
         if whole != want or any(shape[1:] != have[0][1:] for shape in have):
-            shapes.append(f"{' + '.join(group)}: {' + '.join(map(str, map(list, have)))}, the model needs {list(want)}")
+            found = _listing([str(list(shape)) for shape in have], " + ")
+            shapes.append(f"{_listing(group, ' + ')}: {found}, the model needs {list(want)}")
     faults = [("missing", missing), ("unexpected", unexpected), ("of the wrong shape", shapes)]
     lines = [f"  {len(items)} {kind}: {_listing(items)}" for kind, items in faults if items]
     if lines:
         raise ModelError(
             f"the weights in {files.folder} do not fit the model that its config.json describes:\n" + "\n".join(lines)
         )
+
+
+def _as_filled(parameter: torch.Tensor, dimensions: int) -> torch.Tensor:
+    """A parameter as the checkpoint's tensors lie in it: experts whose matrices come singly, one behind the other."""
+    return parameter.flatten(0, 1) if parameter.ndim == 3 and dimensions == 2 else parameter
 
 
 def _readable(files: WeightFiles, name: str) -> bool:
@@ -183,6 +210,6 @@ def _readable(files: WeightFiles, name: str) -> bool:
     return False
 
 
-def _listing(names: Sequence[str]) -> str:
+def _listing(names: Sequence[str], between: str = ", ") -> str:
     more = f" … and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+    return between.join(names[:_LISTED]) + more
