@@ -25,7 +25,7 @@ from fastgraph.kernels.autotune import tune
 from fastgraph.kernels.probe import signature_of
 from fastgraph.loading.checkpoint import Checkpoint
 from fastgraph.loading.weights import WeightFiles, fill_dummy, load_weights
-from fastgraph.ops import LayerCache
+from fastgraph.ops import LayerCache, cache_width
 from fastgraph.rope import Rope
 
 Progress = Callable[[str, float | None], None]
@@ -98,7 +98,8 @@ def build_device(
     progress("warming up" if mode == "off" else f"compiling ({mode})", None)
     executor.warm_up()
     progress("reserving memory for keys and values", None)
-    page_bytes = shape.layers * 2 * limits.page_size * shape.kv_heads * shape.head_dim * dtype.itemsize
+    width = cache_width(shape.head_dim, device.type)
+    page_bytes = shape.layers * 2 * limits.page_size * shape.kv_heads * width * dtype.itemsize
     limits = _fit_pages(config, limits, executor, page_bytes, device)
     # Where a key depends on what comes after it, a prompt's pages are of no use to another.
     ropes = [module for module in model.modules() if isinstance(module, Rope)]
@@ -189,7 +190,8 @@ def _capture_top(config: EngineConfig, limits: Limits) -> int:
 
 
 def _caches(pages: int, limits: Limits, shape: Any, device: torch.device, dtype: torch.dtype) -> list[LayerCache]:
-    size = (pages + 1, limits.page_size, shape.kv_heads, shape.head_dim)  # page 0 is the null page
+    width = cache_width(shape.head_dim, device.type)
+    size = (pages + 1, limits.page_size, shape.kv_heads, width)  # page 0 is the null page
     return [
         LayerCache(torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device))
         for _ in range(shape.layers)
