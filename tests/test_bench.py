@@ -266,3 +266,27 @@ def test_what_cannot_be_measured_is_said_at_once(arguments: tuple[str, ...], cod
     result = run(*arguments)
     assert result.exit_code == code
     assert message in " ".join(result.stderr.split())
+
+
+# --- steps ---
+
+
+def test_steps_are_measured_in_every_arm_and_prompts_may_be_longer_than_contexts(tiny: Path, tmp_path: Path) -> None:
+    report = tmp_path / "steps.json"
+    options = ("--batch", "1,3", "--n-in", 8, "--n-out", 4, "--context", "40,100", "--prefill", "9,200", "--repeats", 2)
+    found = run("latency", "--model", tiny, "--load-format", "dummy", "--arms", "eager", *options, "--json", report)
+    assert found.exit_code == 0, found.output
+    steps = json.loads(report.read_text())["steps"]
+    assert [(row["batch"], row["context"]) for row in steps["decode"]] == [(1, 40), (3, 40), (1, 100), (3, 100)]
+    for row in steps["decode"]:
+        assert row["tokens_per_second"]["median"] == pytest.approx(row["batch"] / row["step"]["median"], rel=0.5)
+        assert row["flops"] > 0 < row["bytes"]
+    assert [row["tokens"] for row in steps["prefill"]] == [9, 200]
+    assert steps["counters"]["eager"]["recompiles"] == 0
+    assert "Prefill of 200 tokens (eager)" in found.output
+
+
+def test_an_arm_that_does_not_exist_is_refused(tiny: Path) -> None:
+    found = run("latency", "--model", tiny, "--load-format", "dummy", "--n-out", 2, "--arms", "warp")
+    assert found.exit_code != 0
+    assert "there is no arm warp" in str(found.output) + str(found.exception)

@@ -65,9 +65,12 @@ class Arm:
         self._ids = count(1)
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
 
-    def fill(self, batch: int, context: int) -> None:
-        """Take in `batch` requests and compute their prompts, after which each has about `context` tokens."""
-        self._submit(batch, context, self.handle.limits.max_model_len)
+    def fill(self, batch: int, context: int, room: int) -> None:
+        """Take in `batch` requests and compute their prompts of `context` tokens; each may get `room` more.
+
+        Those that came first have begun to decode by then.
+        """
+        self._submit(batch, context, context + room)
         while self._scheduler.queue.head is not None:
             self._advance(1)
 
@@ -176,7 +179,7 @@ def bench(
         for context in contexts:
             for batch in batches:
                 tell(f"decoding: batch {batch}, context {context}", None)
-                rows += _decode_rows(built, batch, context, repeats, roofline, device)
+                rows += _decode_rows(built, batch, context, room, repeats, roofline, device)
         name, arm = list(built.items())[-1]
         prefilled = []
         for tokens in prefills:
@@ -193,11 +196,17 @@ def bench(
 
 
 def _decode_rows(
-    built: Mapping[str, Arm], batch: int, context: int, repeats: int, roofline: Roofline, device: torch.device
+    built: Mapping[str, Arm],
+    batch: int,
+    context: int,
+    room: int,
+    repeats: int,
+    roofline: Roofline,
+    device: torch.device,
 ) -> list[dict[str, Any]]:
     for arm in built.values():
         # The measured steps lie about the context, half before it and half after.
-        arm.fill(batch, max(context - (repeats + 1) * _STEPS // 2, 1))
+        arm.fill(batch, max(context - (repeats + 1) * _STEPS // 2, 1), room)
         arm.decode()
     taken: dict[str, list[Timing]] = {name: [] for name in built}
     for _ in range(repeats):

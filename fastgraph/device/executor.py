@@ -120,12 +120,18 @@ class Executor:
 
     @torch.inference_mode()
     def rehearse(self, limits: Limits) -> None:
-        """Run mixed steps of padding of every order of size: their kernels are built, their memory is reserved."""
-        sizes = {min(2**power, limits.max_step_tokens) for power in range(1, limits.max_step_tokens.bit_length() + 1)}
-        for size in sorted(sizes, reverse=True):
+        """Run steps of padding of every order of size: their kernels are built, their memory is reserved.
+
+        Mixed steps, and the decode steps that no graph is captured for.
+        """
+        for size in _orders(limits.max_step_tokens):
             longest = min(size, limits.max_model_len - 1)
             if size <= longest * limits.slots:
                 self._mixed(_padding_plan(size, longest))()
+        captured = self._ladder.sizes[-1] if self._ladder else 0
+        for size in _orders(limits.slots):
+            if size > captured:
+                self._step(self._padding(size))
 
     @torch.inference_mode()
     def graph_memory(self) -> int:
@@ -141,6 +147,11 @@ class Executor:
     def _padding(self, bs: int) -> StepInputs:
         """Inputs of a decode step of padding rows alone."""
         return self._metadata.refresh_decode_metadata(bs, 0, np.empty(0, np.int32), for_graph_replay=True)
+
+
+def _orders(most: int) -> list[int]:
+    """`most`, and the powers of two below it, descending."""
+    return sorted({min(2**power, most) for power in range(most.bit_length() + 1)}, reverse=True)
 
 
 def _padding_plan(tokens: int, longest: int, decoding: int = 0) -> StepPlan:

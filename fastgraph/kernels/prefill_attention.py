@@ -138,7 +138,7 @@ def _blocks(
     return most, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # it differs from step to step
 def _prefill(
     q_ptr,
     k_cache,
