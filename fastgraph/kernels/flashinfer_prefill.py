@@ -111,7 +111,7 @@ def refuses(signature: Signature) -> str:
         return f"cannot be used: {type(error).__name__}: {error}"
     failed = [spec.build_dir / _FAILED for spec in missing if (spec.build_dir / _FAILED).exists()]
     if failed:
-        return f"its kernels could not be built: {failed[0]} says why"
+        return f"its kernels could not be built: {failed[0]} says why; without that file it is tried again"
     if not shutil.which("ninja") and not all(spec.is_aot for spec in specs):
         return "needs ninja on the path, also for kernels that are built"
     if missing and not nvcc():
@@ -127,10 +127,11 @@ def build(signature: Signature) -> str:
 
     # The same architectures as here, so that the result is found here; and without a GPU's memory.
     architectures = " ".join(f"{major}.{minor}" for major, minor in sorted(CompilationContext().TARGET_CUDA_ARCHS))
+    settings = {"FLASHINFER_CUDA_ARCH_LIST": architectures, "PYTHONPATH": os.pathsep.join(sys.path)}
     jobs = str(max((os.cpu_count() or 2) // 2, 1))
     subprocess.Popen(
         [sys.executable, "-m", __name__, *map(str, _wanted(signature))],
-        env={"MAX_JOBS": jobs, **os.environ, "FLASHINFER_CUDA_ARCH_LIST": architectures},
+        env={"MAX_JOBS": jobs, **os.environ, **settings},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
