@@ -11,6 +11,7 @@ from fastgraph.config import SamplingParams
 from fastgraph.control import states
 from fastgraph.control.pages import Lease, PagePool
 from fastgraph.control.plan import NULL_PAGE, Int32
+from fastgraph.control.prefix import page_keys
 from fastgraph.control.states import Past, Request, Resources
 from fastgraph.errors import DeadLease
 
@@ -111,6 +112,23 @@ def test_a_transition_consumes_its_state() -> None:
         states.release(finishing)
 
 
+def test_a_saved_state_holds_host_pages_alone_and_gives_them_back_when_it_is_restored() -> None:
+    pool, host = PagePool(4), PagePool(3)
+    request = Request(1, np.zeros(3, np.int32), SamplingParams(), 0, (), 9, False)
+    waiting = states.Waiting(request, np.empty(0, np.int32), Past(0.0, 0.0, 0))
+    decoding = states.decode(states.admit(waiting, 1, pool.lease(2)))
+    saved = host.lease(2)
+    retracted = states.save(decoding, np.array([7, 8], np.int32), Past(1.0, 2.0, 3), 4, saved)
+    assert (pool.free, host.free) == (4, 1)
+    assert (retracted.answer.tolist(), retracted.past, retracted.computed) == ([7, 8], Past(1.0, 2.0, 3), 4)
+    with pytest.raises(DeadLease):
+        saved.release()
+    prefilling = states.restore(retracted, 3, pool.lease(2))
+    assert (prefilling.resources.slot, pool.free, host.free) == (3, 2, 3)
+    with pytest.raises(DeadLease):
+        states.restore(retracted, 3, pool.lease(2))
+
+
 def test_a_retracted_state_has_given_everything_back() -> None:
     pool = PagePool(4)
     request = Request(1, np.zeros(3, np.int32), SamplingParams(), 0, (), 9, False)
@@ -123,46 +141,198 @@ def test_a_retracted_state_has_given_everything_back() -> None:
         states.finish(decoding, 1)
 
 
+def test_a_published_page_is_found_by_its_tokens_and_all_those_before_it() -> None:
+    pool = PagePool(8)
+    lease = pool.lease(3)
+    pages = lease.pages.tolist()
+    pool.publish(lease, [b"aa", b"bb", b"aa"], step=1)
+    for keys, found in (
+        ([b"aa", b"bb", b"aa"], 3),
+        ([b"aa", b"bb", b"aa", b"aa"], 3),
+        ([b"aa", b"bb", b"cc"], 2),
+        ([b"aa", b"aa"], 1),  # a page with these tokens is known, but not after these
+        ([b"bb"], 0),
+        ([], 0),
+    ):
+        assert pool.tree.find(keys, step=2) == (pages[:found], False)
+
+
+def test_hashes_that_collide_mix_no_prefixes_up() -> None:
+    class Colliding(bytes):
+        def __hash__(self) -> int:
+            return 1
+
+    pool = PagePool(8)
+    first, second = pool.lease(2), pool.lease(2)
+    pool.publish(first, [Colliding(b"aa"), Colliding(b"bb")], step=1)
+    pool.publish(second, [Colliding(b"cc"), Colliding(b"bb")], step=1)
+    assert pool.tree.find([Colliding(b"cc"), Colliding(b"bb")], 2) == (second.pages.tolist(), False)
+    assert pool.tree.find([Colliding(b"aa"), Colliding(b"bb")], 2) == (first.pages.tolist(), False)
+    assert pool.tree.find([Colliding(b"bb"), Colliding(b"aa")], 2) == ([], False)
+
+
+def test_what_a_step_writes_is_found_by_later_steps_and_announced_to_this_one() -> None:
+    pool = PagePool(8)
+    lease = pool.lease(2)
+    pool.publish(lease, [b"aa"], step=4)
+    pool.publish(lease, [b"bb"], step=5)
+    pages = lease.pages.tolist()
+    assert pool.tree.find([b"aa", b"bb"], step=4) == ([], True)
+    assert pool.tree.find([b"aa", b"bb"], step=5) == (pages[:1], True)
+    assert pool.tree.find([b"aa", b"cc"], step=5) == (pages[:1], False)
+    assert pool.tree.find([b"aa", b"bb"], step=6) == (pages, False)
+
+
+def test_shared_pages_stay_until_the_last_lease_lets_go_and_are_cached_then() -> None:
+    pool = PagePool(4)
+    first = pool.lease(3)
+    pool.publish(first, [b"aa", b"bb"], step=1)
+    found, _ = pool.tree.find([b"aa", b"bb"], step=2)
+    second = pool.share(found)
+    assert second.published == 2
+    assert (pool.free, pool.leased, pool.cached) == (1, 3, 0)
+    first.release()
+    assert (pool.free, pool.leased, pool.cached) == (2, 2, 0)
+    second.move().release()
+    assert (pool.free, pool.leased, pool.cached, pool.available) == (2, 0, 2, 4)
+    assert pool.unheld(found) == 2
+    third = pool.share(found)
+    assert (pool.free, pool.leased, pool.cached) == (2, 2, 0)
+    assert pool.unheld(found) == 0
+    third.release()
+
+
+def test_the_longest_unused_goes_first_and_of_a_prefix_its_end() -> None:
+    pool = PagePool(5)
+    old, new = pool.lease(3), pool.lease(2)
+    pool.publish(old, [b"aa", b"bb", b"cc"], step=1)
+    pool.publish(new, [b"dd", b"ee"], step=1)
+    old.release()
+    new.release()
+    pool.share(pool.tree.find([b"aa"], 2)[0]).release()  # used again: its own end is older now
+    for known in ([b"aa", b"bb"], [b"aa"], [b"aa"], [b"aa"], []):
+        pool.lease(1)
+        assert len(pool.tree.find([b"aa", b"bb", b"cc"], 2)[0]) == len(known)
+    assert pool.available == 0
+    with pytest.raises(ValueError, match="1 pages asked for, 0 available"):
+        pool.lease(1)
+
+
+def test_publishing_ends_at_a_twin_and_goes_on_when_it_has_gone() -> None:
+    pool = PagePool(6)
+    first, second = pool.lease(2), pool.lease(2)
+    pool.publish(first, [b"aa", b"bb"], step=1)
+    pool.publish(second, [b"aa", b"bb"], step=1)
+    assert second.published == 0
+    twins = first.pages.tolist()
+    first.release()
+    pool.lease(4)  # the twins go
+    pool.publish(second, [b"aa", b"bb"], step=2)
+    assert second.published == 2
+    assert pool.tree.find([b"aa", b"bb"], 3) == (second.pages.tolist(), False)
+    assert not set(twins) & set(second.pages.tolist())
+
+
+def test_page_keys_are_the_tokens_of_full_pages() -> None:
+    keys = page_keys(np.array([1, 2, 3, 4, 5], np.int32), 2)
+    assert [np.frombuffer(key, np.int32).tolist() for key in keys] == [[1, 2], [3, 4]]
+    assert page_keys(np.array([1], np.int32), 2) == page_keys(np.empty(0, np.int32), 2) == []
+
+
+class BruteForce:
+    """The prefix cache as one would write it down: whole sequences, and when each was let go of."""
+
+    def __init__(self) -> None:
+        self.page: dict[tuple[bytes, ...], int] = {}
+        self.let_go: dict[tuple[bytes, ...], int] = {}
+        self.clock = 0
+
+    def longest(self, keys: list[bytes]) -> list[int]:
+        known = [tuple(keys[:n]) for n in range(1, len(keys) + 1)]
+        end = next((n for n, prefix in enumerate(known) if prefix not in self.page), len(known))
+        return [self.page[prefix] for prefix in known[:end]]
+
+    def release(self, keys: list[bytes], held: set[int]) -> None:
+        self.clock += 1
+        for n in range(1, len(keys) + 1):
+            if self.page[tuple(keys[:n])] not in held:
+                self.let_go[tuple(keys[:n])] = self.clock
+
+    def evict(self, held: set[int]) -> None:
+        unheld = [prefix for prefix, page in self.page.items() if page not in held]
+        leaves = [p for p in unheld if not any(q[: len(p)] == p for q in self.page if len(q) > len(p))]
+        del self.page[min(leaves, key=lambda prefix: (self.let_go[prefix], -len(prefix)))]
+
+
 @given(st.data())
 def test_no_page_is_lost_or_doubled_whatever_happens(data: st.DataObject) -> None:
     total = data.draw(st.integers(1, 12))
-    pool = PagePool(total)
-    live: list[tuple[Lease, list[int]]] = []  # with the pages it must have
+    pool, model = PagePool(total), BruteForce()
+    live: list[tuple[Lease, list[int], list[bytes]]] = []  # with the pages it must have, and what they hold
     dead: list[Lease] = []
-    for _ in range(data.draw(st.integers(0, 25))):
-        action = data.draw(st.sampled_from(["lease", "grow", "move", "release", "dead"]))
-        if action == "lease":
-            count = data.draw(st.integers(0, total + 1))
-            if count > pool.free:
-                with pytest.raises(ValueError, match="asked for"):
-                    pool.lease(count)
+
+    def take(count: int) -> None:
+        """What the model must have forgotten, for `count` pages to be free."""
+        held = {page for _, pages, _ in live for page in pages}
+        while total - len(held | set(model.page.values())) < count:
+            model.evict(held)
+
+    for _ in range(data.draw(st.integers(0, 40))):
+        action = data.draw(st.sampled_from(["start", "start", "grow", "publish", "move", "release", "dead"]))
+        if action == "start":
+            keys = [bytes([key]) for key in data.draw(st.lists(st.integers(0, 1), max_size=5))]
+            found, _ = pool.tree.find(keys, step=1)
+            assert found == model.longest(keys)
+            spare = pool.available - pool.unheld(found)
+            lease = pool.share(found)
+            live.append((lease, found, keys))
+            assert lease.published == len(found)
+            if len(keys) - len(found) <= spare:
+                take(len(keys) - len(found))
+                grow(pool, lease, len(keys) - len(found))
+                live[-1] = lease, lease.pages.tolist(), keys
+                assert lease.pages.tolist()[: len(found)] == found
             else:
-                lease = pool.lease(count)
-                live.append((lease, lease.pages.tolist()))
+                with pytest.raises(ValueError, match="asked for"):
+                    grow(pool, lease, len(keys) - len(found))
         elif action == "dead" and dead:
             with pytest.raises(DeadLease):
                 data.draw(st.sampled_from(dead)).release()
         elif action == "grow":
             chosen = data.draw(st.lists(st.sampled_from(range(len(live))), unique=True)) if live else []
             counts = [data.draw(st.integers(0, 3)) for _ in chosen]
-            if sum(counts) <= pool.free:
+            if sum(counts) <= pool.available:
+                take(sum(counts))
                 taken = pool.grow([live[i][0] for i in chosen], np.array(counts, np.int32)).tolist()
                 for i, count in zip(chosen, counts, strict=True):
-                    live[i] = live[i][0], live[i][1] + taken[:count]
+                    live[i] = live[i][0], live[i][1] + taken[:count], live[i][2]
                     taken = taken[count:]
         elif live:
-            lease, pages = live.pop(data.draw(st.integers(0, len(live) - 1)))
+            place = data.draw(st.integers(0, len(live) - 1))
+            lease, pages, keys = live[place]
+            if action == "publish":
+                for n in range(lease.published, min(len(keys), len(pages))):
+                    if tuple(keys[: n + 1]) in model.page:
+                        break
+                    model.page[tuple(keys[: n + 1])] = pages[n]
+                pool.publish(lease, keys[lease.published :], step=0)
+                continue
+            del live[place]
             dead.append(lease)
+            published = lease.published
             if action == "move":
-                live.append((lease.move(), pages))
+                live.append((lease.move(), pages, keys))
+                assert live[-1][0].published == published
             else:
                 lease.release()
-        held = [page for lease, _ in live for page in lease.pages.tolist()]
-        assert all(lease.pages.tolist() == pages for lease, pages in live)
-        assert len(held) == len(set(held)) == pool.leased
-        assert set(held) <= set(range(1, total + 1))
-        assert pool.free + pool.leased == total
-    for lease, _ in live:
+                model.release(keys[:published], {page for _, pages, _ in live for page in pages})
+        held = {page for _, pages, _ in live for page in pages}
+        assert all(lease.pages.tolist() == pages for lease, pages, _ in live)
+        assert len(held) == pool.leased
+        assert held <= set(range(1, total + 1))
+        assert pool.free + pool.leased + pool.cached == total
+        assert set(pool.tree._keys) == set(model.page.values())
+    for lease, _, _ in live:
         lease.release()
-    assert pool.free == total
+    assert pool.available == total
     assert sorted(pool.lease(total).pages.tolist()) == list(range(1, total + 1))
