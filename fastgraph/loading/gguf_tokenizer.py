@@ -22,6 +22,13 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# GPT-4o's, in which a word may begin with capitals but not go on with them; with its contractions and its digits.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 # tokenizer.ggml.pre -> the expressions that split a text, one after the other.
@@ -33,11 +40,15 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "llama3": (_LLAMA3 % "{1,3}",),
     "llama-v3": (_LLAMA3 % "{1,3}",),
     "smaug-bpe": (_LLAMA3 % "{1,3}",),
+    "dbrx": (_LLAMA3 % "{1,3}",),  # Phi-4's
     "qwen2": (_LLAMA3 % "",),
+    "deepseek-r1-qwen": (_LLAMA3 % "",),
+    "gpt-4o": (_GPT4O % (_CONTRACTION, _CONTRACTION, "{1,3}"),),  # Phi-4-mini's
+    "tekken": (_GPT4O % ("", "", ""),),  # Mistral's since Nemo
 }
 # A word that is a token is taken whole, whatever the merges would make of it; and a text begins with BOS unless the
 # file says otherwise.
-_LLAMA3_NAMES = frozenset({"llama-bpe", "llama3", "llama-v3"})
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 _NORMALIZED = frozenset({"qwen2"})  # texts are composed (NFC) first
 
 
@@ -46,7 +57,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     kind = _get(metadata, "model")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata)
-        add_bos = _get(metadata, "pre", "default") in _LLAMA3_NAMES
+        add_bos = _get(metadata, "pre", "default") in _WHOLE_WORDS
     elif kind == "llama":
         tokenizer = _sentencepiece(metadata)
         add_bos = True
@@ -85,7 +96,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
         )
     vocabulary = {token: number for number, token in enumerate(_get(metadata, "tokens"))}
     merges = [tuple(merge.split(" ", 1)) for merge in _get(metadata, "merges")]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _LLAMA3_NAMES))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
     if name in _NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in SPLITS[name]]
