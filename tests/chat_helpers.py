@@ -17,7 +17,6 @@ from rich.console import Console
 from fastgraph.chat.conversation import Conversation
 from fastgraph.chat.session import Chat
 from fastgraph.engine import Timing
-from fastgraph.llm import Completion
 from fastgraph.thinking import Thinking
 
 
@@ -42,11 +41,14 @@ class FakeStream:
             time.sleep(self._delays[1])
 
     @property
-    def completion(self) -> Completion:
-        ids = list(range(len(self._given)))
-        timing = Timing(0.0, 0.5, 1.5)
-        cached = self._prompt_tokens // 2
-        return Completion("".join(self._given), ids, self._reason, None, self._prompt_tokens, cached, timing)  # type: ignore[arg-type]
+    def completion(self) -> Any:
+        return SimpleNamespace(
+            text="".join(self._given),
+            token_ids=list(range(len(self._given))),
+            finish_reason=self._reason,
+            cached_tokens=self._prompt_tokens // 2,
+            timing=Timing(queued=0.0, ttft=0.5, total=1.5),
+        )
 
 
 @dataclass

@@ -20,15 +20,17 @@ PROMPT = "> "
 
 
 def reader() -> Callable[[], str]:
-    """What reads a message from the person: prompt-toolkit if it is installed and both ends are a terminal.
+    """What reads a message from the person: prompt-toolkit if it is installed and the terminal can move its cursor.
 
     Raises EOFError at the end of input, and KeyboardInterrupt, with the text that was typed so far, on Ctrl-C.
     """
     if not sys.stdout.isatty():
         return _read_plainly
     try:
-        session = _session()
+        session = None if os.environ.get("TERM") in ("dumb", "unknown") else _session()
     except ImportError:
+        session = None
+    if session is None:
         return lambda: input(PROMPT)
 
     def read() -> str:
@@ -85,18 +87,14 @@ def _history() -> History:
 
 
 def _keys() -> KeyBindings:
-    from prompt_toolkit.application import get_app
     from prompt_toolkit.enums import DEFAULT_BUFFER
-    from prompt_toolkit.filters import Condition, has_focus
+    from prompt_toolkit.filters import has_focus
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
     typing = has_focus(DEFAULT_BUFFER)  # and not searching the history
-    choosing = Condition(
-        lambda: (state := get_app().current_buffer.complete_state) is not None and state.complete_index is not None
-    )
 
-    @keys.add("enter", filter=typing & ~choosing)
+    @keys.add("enter", filter=typing)
     def enter(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if buffer.document.text_before_cursor.endswith("\\"):
@@ -104,10 +102,6 @@ def _keys() -> KeyBindings:
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()
-
-    @keys.add("enter", filter=typing & choosing)
-    def choose(event: KeyPressEvent) -> None:
-        event.current_buffer.complete_state = None
 
     @keys.add("escape", "enter", filter=typing)
     def another_line(event: KeyPressEvent) -> None:
