@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fastgraph.kernels import attention as _attention
 from fastgraph.kernels import cuda
+from fastgraph.kernels import experts as _experts
 from fastgraph.rope import Rope, rope_parameters
 
 __all__ = [
@@ -119,6 +120,18 @@ def linear(
     y = F.linear(x if norm is None else rms_norm(x, norm.weight, norm.eps), layer.weight, bias)
     y = gate_mul(y, activation) if gated else y
     return y if residual is None else residual + y
+
+
+def experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, *, residual: Tensor | None = None
+) -> Tensor:
+    """Routed SwiGLU experts: for each token, the weighted sum of what the experts that it was routed to make of it.
+
+    x: [tokens, hidden]; gate_up: [experts, 2 * width, hidden], gates first; down: [experts, hidden, width];
+    weights: [tokens, top_k] float32; ids: [tokens, top_k] int64, of experts, each token's all different; residual:
+    [tokens, hidden], added to the result. Returns [tokens, hidden].
+    """
+    return _experts.experts(x, gate_up, down, weights, ids, residual)
 
 
 def attention(

@@ -1,0 +1,49 @@
+"""Routed experts (arXiv:1701.06538) as the compiler sees them, and in plain PyTorch, which is what a CPU runs.
+
+They are opaque to the compiler: how many tokens an expert has depends on the routing, and what runs on their number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_LIBRARY = torch.library.Library("fastgraph", "FRAGMENT")
+_LIBRARY.define(
+    "experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor ids, Tensor? residual) -> Tensor"
+)
+
+experts = torch.ops.fastgraph.experts.default
+
+
+def experts_reference(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """Arguments as in `fastgraph.ops.experts`. Reads on the host how many tokens each expert has."""
+    tokens, top_k = ids.shape
+    chosen = ids.flatten()
+    order = chosen.argsort(stable=True)
+    y = x.new_empty(tokens * top_k, x.shape[1])
+    for rows in order.split(chosen.bincount(minlength=len(gate_up)).tolist()):
+        if len(rows):
+            expert = chosen[rows[0]]
+            gate, up = F.linear(x[rows // top_k], gate_up[expert]).chunk(2, dim=-1)
+            y[rows] = F.linear(F.silu(gate) * up, down[expert])
+    out = (y.view(tokens, top_k, -1) * weights[..., None]).sum(1).to(x.dtype)
+    return out if residual is None else residual + out
+
+
+def _experts_triton(*args: Tensor) -> Tensor:
+    from fastgraph.kernels.experts_triton import experts
+
+    return experts(*args)
+
+
+_LIBRARY.impl("experts", experts_reference, "CPU")
+_LIBRARY.impl("experts", _experts_triton, "CUDA")
+
+
+@torch.library.register_fake("fastgraph::experts", lib=_LIBRARY)
+def _(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
