@@ -98,7 +98,7 @@ def show_kernels(config: EngineConfig, explain: bool) -> None:
     from fastgraph.device.builder import settle_device, settle_dtype
     from fastgraph.kernels import registry
     from fastgraph.kernels.autotune import recall
-    from fastgraph.kernels.probe import signature_of
+    from fastgraph.kernels.probe import signature_of, typical
     from fastgraph.loading.checkpoint import open_checkpoint
     from fastgraph.terminal import Loading
 
@@ -106,7 +106,7 @@ def show_kernels(config: EngineConfig, explain: bool) -> None:
     dtype = settle_dtype(config, device)
     name = str(dtype).removeprefix("torch.")
     if config.model is None:
-        signature, of = registry.typical(device.type, name), "a model like Llama 3.1 8B"
+        signature, of = typical(device.type, name), "a model like Llama 3.1 8B"
     else:
         with Loading() as loading:
             checkpoint = open_checkpoint(
@@ -182,8 +182,9 @@ def _torch() -> Report:
 def _kernels(device: str, dtype: str) -> Report:
     """Which implementation of each op serves a common model on a device, and why FlashInfer's does or does not."""
     from fastgraph.kernels import registry
+    from fastgraph.kernels.probe import typical
 
-    choices = registry.choose(registry.typical(device, dtype), {})
+    choices = registry.choose(typical(device, dtype), {})
     verdicts = choices["prefill_attention"].verdicts()
     flashinfer = next(reason for implementation, reason in verdicts if implementation.name == "flashinfer")
     return {"kernels": {op: choice.who() for op, choice in choices.items()}, "flashinfer": flashinfer}

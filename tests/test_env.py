@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fastgraph import env
 from fastgraph.cli import app
-from fastgraph.kernels import registry
+from fastgraph.kernels import probe
 
 
 def gap(found: env.Report, what: str) -> dict[str, str] | None:
@@ -65,7 +65,7 @@ def test_why_flashinfer_does_not_serve_a_gpu_is_said(
 ) -> None:
     pytest.importorskip("triton")
     found = env.report()
-    monkeypatch.setattr(registry, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(probe, "capability", lambda device: (9, 0))
     found |= env._kernels("cuda", "bfloat16") | {"device": "cuda"}
     assert found["kernels"]["prefill_attention"] == "triton"
     if importlib.util.find_spec("flashinfer") is None:

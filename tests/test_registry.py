@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fastgraph.cli import app
 from fastgraph.config import EngineConfig
 from fastgraph.errors import ConfigError, FastgraphWarning
-from fastgraph.kernels import registry, serving
+from fastgraph.kernels import probe, registry, serving
 from fastgraph.kernels.probe import signature_of
 from fastgraph.kernels.registry import Choice, Implementation, Signature
 
@@ -230,7 +230,7 @@ QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
 def test_what_a_model_asks_is_found_by_running_it_without_data(
     config: dict[str, Any], on_gpu: set[str], on_cpu: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(probe, "capability", lambda device: (9, 0))
     for device, features in (("cuda", on_gpu), ("cpu", on_cpu)):
         found = signature_of(config, device, torch.bfloat16, 16, graphs=device == "cuda")
         assert found.features == features

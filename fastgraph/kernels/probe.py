@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fastgraph import models
-from fastgraph.kernels import registry, serving
+from fastgraph.kernels import serving
 from fastgraph.kernels.registry import Signature
 from fastgraph.ops import Batch, LayerCache, cache_width
 
@@ -41,6 +41,18 @@ def signature_of(config: Mapping[str, Any], device: str, dtype: torch.dtype, pag
         vocab=shape.vocab,
         layers=shape.layers,
         features=frozenset(features - (_FUSED_ON_CPU if device == "cpu" else set())),
-        capability=registry.capability(device),
+        capability=capability(device),
         graphs=graphs,
     )
+
+
+def typical(device: str, dtype: str = "bfloat16") -> Signature:
+    """What most models ask: that of Llama 3.1 8B."""
+    features = frozenset({"rope"} if device == "cuda" else ())
+    sizes = (32, 8, 128, 16, 4096, 128256, 32)
+    return Signature(device, dtype, *sizes, features, capability(device), graphs=device == "cuda")
+
+
+def capability(device: str) -> tuple[int, int]:
+    """The compute capability of the GPU; (0, 0) of a CPU."""
+    return torch.cuda.get_device_capability() if device == "cuda" else (0, 0)

@@ -2,7 +2,7 @@
 
 An `Op` is a computation with a fixed meaning and fixed arguments. An `Implementation` says which signatures, machines
 and features it takes. Those that take what is asked are ranked; the first serves, unless another is forced or was
-measured to be faster (`fastgraph.kernels.autotune`). This module imports no kernel: those that are chosen are imported.
+measured to be faster (`fastgraph.kernels.autotune`). Only those that are chosen are imported.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Op:
     devices: tuple[str, ...] = ("cpu", "cuda")  # elsewhere there is no choice: the compiler fuses it with the rest
 
 
-_ATTENTION = frozenset(FEATURES)
+_TURNS, _ATTENTION = frozenset({"rope", "norms"}), frozenset(FEATURES)
 OPS = {
     op.name: op
     for op in (
         Op("decode_attention", "one token a row: norm, rotate, write to pages, attend", _ATTENTION),
         Op("prefill_attention", "rows of any length: norm, rotate, write to pages, attend", _ATTENTION, captured=False),
-        Op("rotate_and_write", "norm, rotate, write to pages, for an attention that only attends", _ATTENTION),
+        Op("rotate_and_write", "norm, rotate, write to pages, for an attention that only attends", _TURNS),
         Op("linear", "a linear with its norm, SwiGLU and residual", devices=("cuda",)),
         Op("sample", "from logits to tokens"),
     )
@@ -253,19 +253,3 @@ def build_missing(choices: Mapping[str, Choice], signature: Signature) -> None:
 def load(choices: Mapping[str, Choice]) -> Kernels:
     """Import what was chosen."""
     return {op: choice.kernel() for op, choice in choices.items()}
-
-
-def typical(device: str, dtype: str = "bfloat16") -> Signature:
-    """What most models ask: that of Llama 3.1 8B."""
-    features = frozenset({"rope"} if device == "cuda" else ())
-    sizes = (32, 8, 128, 16, 4096, 128256, 32)
-    return Signature(device, dtype, *sizes, features, capability(device), graphs=device == "cuda")
-
-
-def capability(device: str) -> tuple[int, int]:
-    """The compute capability of the GPU; (0, 0) of a CPU."""
-    if device != "cuda":
-        return (0, 0)
-    import torch
-
-    return torch.cuda.get_device_capability()

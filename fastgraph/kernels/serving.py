@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from fastgraph.kernels.registry import Kernels, choose, load, typical
+from fastgraph.kernels.registry import Kernels, choose, load
 
 
 class _Thread(threading.local):
@@ -35,6 +35,8 @@ def kernels(device: str) -> Kernels:
 
 @cache
 def _common(device: str) -> Kernels:
+    from fastgraph.kernels.probe import typical  # which runs models, and they call ops
+
     return load(choose(typical(device), {}))
 
 
