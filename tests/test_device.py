@@ -108,6 +108,11 @@ def test_preempted_requests_end_as_if_nothing_had_happened(reference: tuple[Any,
     assert serve(device, PROMPTS, 20, careless=True) == expected(model, PROMPTS, 20)
 
 
+def test_one_slot_is_enough(reference: tuple[Any, Path]) -> None:
+    model, folder = reference
+    assert serve(build(folder, compile="off", max_decode_bs=1), PROMPTS, 5) == expected(model, PROMPTS, 5)
+
+
 def test_a_seeded_answer_is_the_same_alone_beside_others_and_after_preemption(reference: tuple[Any, Path]) -> None:
     _, folder = reference
     sampling = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.7, "repetition_penalty": 1.2}

@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_IN_ORDER = ["README.md", "docs/python-api.md"]  # by one test each, with one engine for all
 NEW_MODEL = "docs/add-a-model.md"
 NEW_KERNEL = "docs/add-a-kernel.md"
+NEW_POLICY = "docs/scheduling-policy.md"
 SOURCES = [ROOT / "cli.py", *(p for folder in ("fastgraph", "models", "tests") for p in (ROOT / folder).rglob("*.py"))]
 
 
@@ -97,7 +98,7 @@ def llm() -> Iterator[fastgraph.LLM]:
 
 def test_no_python_block_is_left_out() -> None:
     assert {page for page in PAGES if python(str(page.relative_to(ROOT)))} == {
-        ROOT / page for page in (*RUN_IN_ORDER, NEW_KERNEL, NEW_MODEL)
+        ROOT / page for page in (*RUN_IN_ORDER, NEW_KERNEL, NEW_MODEL, NEW_POLICY)
     }
 
 
@@ -119,6 +120,12 @@ def test_examples_run_with_the_default_model(
     stats = llm.stats()
     assert stats["running"] == stats["waiting"] == 0
     assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
+
+
+def test_the_new_policies_order_requests_as_the_page_says() -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in python(NEW_POLICY):
+        block.run(names)
 
 
 def test_the_new_kernel_agrees_with_the_reference_and_answers(

@@ -34,7 +34,7 @@ class StepMetadata:
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
-        rows, tokens = limits.slots, limits.max_step_tokens
+        rows, tokens = max(limits.slots, 2), limits.max_step_tokens  # warming up takes a row of each kind
 
         def full(size: int, value: int) -> Tensor:
             return torch.full((size,), value, dtype=torch.int32, device=device)
