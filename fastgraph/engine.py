@@ -189,8 +189,12 @@ class Engine:
 
             def enter() -> None:
                 for ticket in tickets:
-                    self._tickets[ticket.request.id] = ticket
-                    self._loop.submit(ticket.request)
+                    try:
+                        self._loop.submit(ticket.request)
+                    except Exception as error:  # the policy's own fault; every other request goes on
+                        ticket.fail(error)
+                    else:
+                        self._tickets[ticket.request.id] = ticket
 
             entered = self._loop.call(enter)
         # The engine may end before it takes the command, and then nobody else knows of the tickets.

@@ -12,10 +12,12 @@ from concurrent.futures import Future
 
 import pytest
 from engine_helpers import ALPHABET, LIMITS, PATIENCE, VOCAB, Gate, ask, baseline, expected, letters, outcome, running
-from simulated import uninterrupted
+from simulated import SimulatedDevice, uninterrupted
 
+from fastgraph.config import SamplingParams
 from fastgraph.control.plan import Limits
-from fastgraph.engine import Ticket
+from fastgraph.control.states import Request
+from fastgraph.engine import Ask, Engine, Ticket
 from fastgraph.errors import RequestError
 from fastgraph.text import TextStream
 
@@ -256,3 +258,71 @@ def test_stats_are_of_now_while_requests_run() -> None:
         gate.open()
         thread.join()
         assert [outcome(ticket) for ticket in tickets] == [expected(ticket) for ticket in tickets]
+
+
+def test_a_policy_that_fails_or_gives_no_number_harms_the_request_it_was_asked_about_alone() -> None:
+    def policy(request: Request) -> float:
+        return {1: 0.0, 2: float("nan")}[int(request.prompt[0])]
+
+    device = SimulatedDevice(LIMITS)
+    engine = Engine(lambda: device, 0, policy)
+    try:
+        asks = [Ask([first, 5, 6], SamplingParams(max_tokens=8), 0, ()) for first in (1, 2, 3, 1)]
+        tickets = engine.submit_all(asks)
+        assert [outcome(tickets[i]) for i in (0, 3)] == [expected(tickets[i]) for i in (0, 3)]
+        with pytest.raises(RequestError, match="not given this request a number"):
+            tickets[1].future.result(PATIENCE)
+        with pytest.raises(KeyError):
+            tickets[2].future.result(PATIENCE)
+        assert baseline(engine)
+    finally:
+        engine.close()
+
+
+def test_requests_of_one_call_are_refused_together_or_form_the_same_batches_every_time() -> None:
+    with running() as (engine, device):
+        asks = [Ask([i % VOCAB] * 5, SamplingParams(max_tokens=4 + i), i, ()) for i in range(3)]
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            engine.submit_all([*asks, Ask([], SamplingParams(), 0, ())])
+        batches = []
+        for _ in range(5):
+            device.plans.clear()
+            for ticket in engine.submit_all(asks):
+                assert outcome(ticket) == expected(ticket)
+            batches.append([(len(plan.decode_slots), len(plan.spans)) for plan in device.plans])
+        assert batches[0][0] == (0, 3)  # all in the first step
+        assert all(batch == batches[0] for batch in batches)
+
+
+def test_two_thousand_requests_half_of_them_aborted_leave_the_rest_right_and_the_pool_as_it_was() -> None:
+    chance = random.Random(0)
+    limits = Limits(slots=64, pages=400, page_size=4, max_model_len=64, max_step_tokens=256, vocab=VOCAB, host_pages=50)
+    prompts = [[chance.randrange(VOCAB) for _ in range(chance.randint(1, 24))] for _ in range(400)]
+    device = SimulatedDevice(limits, 2)
+    engine = Engine(lambda: device, 2)
+    try:
+        asks = [
+            Ask(prompts[i % 400], SamplingParams(max_tokens=chance.randint(1, 24)), i, (chance.randrange(VOCAB),))
+            for i in range(2000)
+        ]
+        tickets = engine.submit_all(asks)
+        aborted = set(chance.sample(range(2000), 1000))
+        for i in chance.sample(sorted(aborted), len(aborted)):  # while the others go on
+            engine.abort([tickets[i].request.id])
+        for i, ticket in enumerate(tickets):
+            tokens, reason = outcome(ticket)
+            if reason == "abort":
+                assert i in aborted
+                assert tokens == expected(ticket)[0][: len(tokens)]
+            else:
+                assert (tokens, reason) == expected(ticket)
+        assert sum(ticket.future.result().finish_reason == "abort" for ticket in tickets) > 500
+        stats = engine.stats()
+        while stats["running"]:
+            stats = engine.stats()
+        assert (stats["waiting"], stats["pages_free"] + stats["pages_cached"]) == (0, limits.pages)
+    finally:
+        engine.close()
+    scheduler = engine._loop.scheduler
+    assert not scheduler.states
+    assert (scheduler.pool.leased, scheduler.host.leased) == (0, 0)

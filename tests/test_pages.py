@@ -88,7 +88,7 @@ def test_pages_given_back_are_the_next_to_be_taken() -> None:
 def test_a_transition_consumes_its_state() -> None:
     pool = PagePool(4)
     request = Request(1, np.zeros(3, np.int32), SamplingParams(), 0, (), 5, False)
-    waiting = states.Waiting(request, np.empty(0, np.int32), Past(0.0, 0.0, 0))
+    waiting = states.Waiting(request, np.empty(0, np.int32), Past(0.0, 0.0, 0.0, 0))
     lease = pool.lease(2)
     prefilling = states.admit(waiting, 1, lease)
     decoding = states.decode(prefilling)
@@ -115,12 +115,12 @@ def test_a_transition_consumes_its_state() -> None:
 def test_a_saved_state_holds_host_pages_alone_and_gives_them_back_when_it_is_restored() -> None:
     pool, host = PagePool(4), PagePool(3)
     request = Request(1, np.zeros(3, np.int32), SamplingParams(), 0, (), 9, False)
-    waiting = states.Waiting(request, np.empty(0, np.int32), Past(0.0, 0.0, 0))
+    waiting = states.Waiting(request, np.empty(0, np.int32), Past(0.0, 0.0, 0.0, 0))
     decoding = states.decode(states.admit(waiting, 1, pool.lease(2)))
     saved = host.lease(2)
-    retracted = states.save(decoding, np.array([7, 8], np.int32), Past(1.0, 2.0, 3), 4, saved)
+    retracted = states.save(decoding, np.array([7, 8], np.int32), Past(0.5, 1.0, 2.0, 3), 4, saved)
     assert (pool.free, host.free) == (4, 1)
-    assert (retracted.answer.tolist(), retracted.past, retracted.computed) == ([7, 8], Past(1.0, 2.0, 3), 4)
+    assert (retracted.answer.tolist(), retracted.past, retracted.computed) == ([7, 8], Past(0.5, 1.0, 2.0, 3), 4)
     with pytest.raises(DeadLease):
         saved.release()
     prefilling = states.restore(retracted, 3, pool.lease(2))
@@ -132,10 +132,10 @@ def test_a_saved_state_holds_host_pages_alone_and_gives_them_back_when_it_is_res
 def test_a_retracted_state_has_given_everything_back() -> None:
     pool = PagePool(4)
     request = Request(1, np.zeros(3, np.int32), SamplingParams(), 0, (), 9, False)
-    waiting = states.Waiting(request, np.empty(0, np.int32), Past(0.0, 0.0, 0))
+    waiting = states.Waiting(request, np.empty(0, np.int32), Past(0.0, 0.0, 0.0, 0))
     decoding = states.decode(states.admit(waiting, 1, pool.lease(2)))
-    again = states.retract(decoding, np.array([7, 8], np.int32), Past(1.0, 2.0, 3))
-    assert (again.request, again.answer.tolist(), again.past) == (request, [7, 8], Past(1.0, 2.0, 3))
+    again = states.retract(decoding, np.array([7, 8], np.int32), Past(0.5, 1.0, 2.0, 3))
+    assert (again.request, again.answer.tolist(), again.past) == (request, [7, 8], Past(0.5, 1.0, 2.0, 3))
     assert pool.free == 4
     with pytest.raises(DeadLease):
         states.finish(decoding, 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fastgraph.control.states import Request
 
-# It is asked more than once, and must say the same of the same request. Of equals the older one goes first.
+# It is asked once for each request, when that is submitted. Of equals the older one goes first.
 Policy = Callable[[Request], float]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from math import isnan
 
 import numpy as np
 
@@ -115,7 +116,10 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises `RequestError` if it could never run."""
         check(request, self.limits)
-        self._enqueue(Waiting(request, np.empty(0, np.int32), Past(0.0, 0.0, 0)), 0)
+        number = float(self.policy(request))
+        if isnan(number):
+            raise RequestError("the policy has not given this request a number")
+        self._enqueue(Waiting(request, np.empty(0, np.int32), Past(number, 0.0, 0.0, 0)), 0)
 
     def abort(self, request_id: int) -> Output | None:
         """End a request now, wherever it is; its tokens so far come back. None if it has ended already."""
@@ -139,7 +143,7 @@ class Scheduler:
         request = state.request
         self.states[request.id] = state
         span = Span(request.id, computed, len(request.prompt) + len(state.answer))
-        self.queue.push(span, self.policy(request))
+        self.queue.push(span, state.past.number)
 
     def _finish(self, state: Running) -> None:
         if isinstance(state, Prefilling):
@@ -309,7 +313,7 @@ class Scheduler:
         if being_written or not tokens or not self._fits(state, len(known) - cached, room):
             return 0
         slot = self._free_slots.pop()
-        self.table.admit(slot, state, span.start, cached, self.policy(request))
+        self.table.admit(slot, state, span.start, cached)
         draft.page_writes.append(np.array([(slot, *entry) for entry in enumerate(found)], np.int32).reshape(-1, 3))
         lease = self.pool.share(found)
         if isinstance(state, Retracted):

@@ -49,8 +49,9 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What has happened to a request. Times are seconds of time.perf_counter(); 0 is not yet."""
+    """What is remembered of a request. Times are seconds of time.perf_counter(); 0 is not yet."""
 
+    number: float  # its place in the policy's order
     admitted: float  # when it first got a slot
     first_token: float  # when that landed
     cached_tokens: int  # of the prompt, found in the prefix tree when it first got a slot

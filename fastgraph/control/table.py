@@ -38,7 +38,7 @@ class SlotTable:
         self.cached_tokens = np.zeros(rows, np.int32)  # of the prompt, found in the prefix tree at first
         self.number = np.zeros(rows)  # what the policy says of the request
 
-    def admit(self, slot: int, state: Queued, computed: int, shared: int, number: float) -> None:
+    def admit(self, slot: int, state: Queued, computed: int, shared: int) -> None:
         """`computed` tokens have their KV already, those of the first `shared` in pages of the prefix tree."""
         request = state.request
         prompt = len(request.prompt)
@@ -60,7 +60,7 @@ class SlotTable:
         self.admitted_at[slot] = state.past.admitted or perf_counter()
         self.first_token_at[slot] = state.past.first_token
         self.cached_tokens[slot] = state.past.cached_tokens if state.past.admitted else shared
-        self.number[slot] = number
+        self.number[slot] = state.past.number
 
     def retire(self, slot: int) -> None:
         """The slot takes part in no further step; what is in flight for it will be dropped."""
@@ -78,7 +78,12 @@ class SlotTable:
         return written
 
     def past(self, slot: int) -> Past:
-        return Past(float(self.admitted_at[slot]), float(self.first_token_at[slot]), int(self.cached_tokens[slot]))
+        return Past(
+            number=float(self.number[slot]),
+            admitted=float(self.admitted_at[slot]),
+            first_token=float(self.first_token_at[slot]),
+            cached_tokens=int(self.cached_tokens[slot]),
+        )
 
     def last(self) -> int:
         """The running slot whose request is last in the policy's order."""
