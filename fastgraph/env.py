@@ -62,7 +62,7 @@ def show(found: Report) -> None:
     console = Console(highlight=False, soft_wrap=True)
 
     def line(name: str, value: object) -> None:
-        console.print(Text.assemble((f"{name:18}", "bold"), str(value)))
+        console.print(Text.assemble((f"{name:21}", "bold"), str(value)))
 
     line("fastgraph", found["fastgraph"])
     line("python", f"{found['python']}, {found['system']}")

@@ -163,7 +163,7 @@ def test_a_kernel_that_answers_right_but_writes_nothing_is_wrong() -> None:
     assert not problems.error(forget_to_write, "decode_attention", SIGNATURE, 5) <= 1.0
 
 
-@pytest.mark.parametrize("op", ["rotate_and_write", "sample", "linear"])
+@pytest.mark.parametrize("op", ["rotate_and_write", "sample", "experts", "linear"])
 def test_the_reference_is_right_and_a_change_is_seen(op: str) -> None:
     if op == "linear":
         pytest.importorskip("triton")

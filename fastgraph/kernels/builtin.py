@@ -4,10 +4,11 @@
     prefill_attention   the same
     rotate_and_write    (q, k, v, turn: Turn, pages: Pages) -> q [tokens, heads, head_dim]
     linear              (x, weight, bias, norm, eps, gated, residual, activation) -> [rows, out]
+    experts             (x, gate_up, down, weights, ids, residual) -> [tokens, hidden]
     sample              (logits, slots, vocab_limit, state: SamplerState, out: SamplerOutput) -> None
 
-What they mean: `fastgraph.kernels.attention`, `fastgraph.ops.linear`, `fastgraph.kernels.sampling.sample`. What an
-implementation imports, it imports when it is loaded: a CPU may lack Triton.
+What they mean: `fastgraph.kernels.attention`, `fastgraph.ops.linear`, `fastgraph.ops.experts`,
+`fastgraph.kernels.sampling.sample`. What an implementation imports, it imports when it is loaded: a CPU may lack Triton.
 """
 
 from __future__ import annotations
@@ -75,6 +76,12 @@ def _linear_reference() -> Kernel:
     return linear_reference
 
 
+def _experts_reference() -> Kernel:
+    from fastgraph.kernels.experts import experts_reference
+
+    return experts_reference
+
+
 def _sample_reference() -> Kernel:
     from fastgraph.kernels.sampling import sample_reference
 
@@ -122,6 +129,12 @@ def _linear_triton() -> Kernel:
     return linear
 
 
+def _experts_triton() -> Kernel:
+    from fastgraph.kernels.experts_triton import experts
+
+    return experts
+
+
 def _sample_triton() -> Kernel:
     from fastgraph.kernels.sampling_triton import sample_rows
 
@@ -164,6 +177,8 @@ BUILTIN = (
     _reference("rotate_and_write", _write_reference),
     _triton("linear", _linear_triton),
     _reference("linear", _linear_reference),
+    _triton("experts", _experts_triton),
+    _reference("experts", _experts_reference, capturable=False),
     _triton("sample", _sample_triton),
     _reference("sample", _sample_reference),
 )

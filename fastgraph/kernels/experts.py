@@ -1,4 +1,4 @@
-"""Routed experts (arXiv:1701.06538) as the compiler sees them, and in plain PyTorch, which is what a CPU runs.
+"""Routed experts (arXiv:1701.06538) as the compiler sees them, and in plain PyTorch.
 
 They are opaque to the compiler: how many tokens an expert has depends on the routing, and what runs on their number.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fastgraph.kernels import serving
 
 _LIBRARY = torch.library.Library("fastgraph", "FRAGMENT")
 _LIBRARY.define(
@@ -34,14 +36,11 @@ def experts_reference(
     return out if residual is None else residual + out
 
 
-def _experts_triton(*args: Tensor) -> Tensor:
-    from fastgraph.kernels.experts_triton import experts
-
-    return experts(*args)
+def _experts(x: Tensor, *rest: Tensor) -> Tensor:
+    return serving.kernels(x.device.type)["experts"](x, *rest)
 
 
-_LIBRARY.impl("experts", experts_reference, "CPU")
-_LIBRARY.impl("experts", _experts_triton, "CUDA")
+_LIBRARY.impl("experts", _experts, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("fastgraph::experts", lib=_LIBRARY)

@@ -39,6 +39,8 @@ def problem(op: str, signature: Signature, rows: int, seed: int = 0) -> tuple[An
             width = signature.hidden
             weight, norm = randn(width, width, scale=width**-0.5), 1 + randn(width, scale=0.1)
             return randn(rows, width), weight, None, norm, 1e-5, False, randn(rows, width), "silu"
+        if op == "experts":
+            return _routing(signature.hidden, rows, randn)
         if op == "sample":
             return _sampling(randn(rows, signature.vocab, scale=3.0).float(), rows)
         chunk = 1 if op == "decode_attention" else _CHUNK
@@ -81,6 +83,13 @@ def _turn(signature: Signature, positions: Tensor, randn: Callable[..., Tensor])
     return Turn(angles.cos(), angles.sin(), norms[0], norms[1], 1e-6)
 
 
+def _routing(width: int, rows: int, randn: Callable[..., Tensor]) -> tuple[Any, ...]:
+    """Two of eight experts a token."""
+    weights, ids = randn(rows, 8).float().softmax(-1).topk(2)
+    gate_up, down = randn(8, 2 * width, width, scale=width**-0.5), randn(8, width, width, scale=width**-0.5)
+    return randn(rows, width), gate_up, down, weights, ids, randn(rows, width)
+
+
 def _sampling(logits: Tensor, rows: int) -> tuple[Any, ...]:
     """Every other row samples; the others are greedy."""
     slots, vocab = rows + 1, logits.shape[1]
@@ -103,7 +112,7 @@ def answer(op: str, kernel: Kernel, args: tuple[Any, ...]) -> list[Tensor]:
     returned = kernel(*args)
     if op == "sample":
         return [args[-1].tokens]
-    if op == "linear":
+    if op in ("linear", "experts"):
         return [returned]
     pages: Pages = args[4]
     size = pages.k_cache.shape[1]

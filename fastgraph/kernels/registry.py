@@ -45,6 +45,7 @@ OPS = {
         Op("prefill_attention", "rows of any length: norm, rotate, write to pages, attend", _ATTENTION, captured=False),
         Op("rotate_and_write", "norm, rotate, write to pages, for an attention that only attends", _TURNS),
         Op("linear", "a linear with its norm, SwiGLU and residual", devices=("cuda",)),
+        Op("experts", "each token through the experts that it was routed to"),
         Op("sample", "from logits to tokens"),
     )
 }
