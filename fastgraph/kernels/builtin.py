@@ -8,7 +8,8 @@
     sample              (logits, slots, vocab_limit, state: SamplerState, out: SamplerOutput) -> None
 
 What they mean: `fastgraph.kernels.attention`, `fastgraph.ops.linear`, `fastgraph.ops.experts`,
-`fastgraph.kernels.sampling.sample`. What an implementation imports, it imports when it is loaded: a CPU may lack Triton.
+`fastgraph.kernels.sampling.sample`. What an implementation imports, it imports when it is loaded, as a CPU may lack
+Triton.
 """
 
 from __future__ import annotations
