@@ -12,7 +12,7 @@ import pexpect
 import pyte
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 20  # seconds, for a machine that is busy with something else
+PATIENCE = 120  # seconds, for a machine that is busy with something else
 
 # On a busy machine, threads that wait for each other take many times longer than one alone.
 THREADS = {"OMP_NUM_THREADS": "1"}

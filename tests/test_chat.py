@@ -7,25 +7,19 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import pexpect
-import pyte
 import pytest
 from chat_helpers import interrupt_after
+from terminal_helpers import PATIENCE, ROOT, THREADS, Terminal
 
 import fastgraph
 from fastgraph.chat.conversation import Conversation
 from fastgraph.errors import RequestError
 
-ROOT = Path(__file__).resolve().parent.parent
 FASTGRAPH = [sys.executable, "-m", "fastgraph.cli"]
 SMALL = ["--compile", "off", "--dtype", "float32", "--max-decode-bs", "2"]
-PATIENCE = 240  # seconds, for a machine that is busy with something else
-
-# On a busy machine, threads that wait for each other take many times longer than one alone.
-THREADS = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +58,33 @@ def test_the_context_runs_out_in_a_real_conversation_without_a_traceback(llm: fa
     assert conversation.ask("What is the capital of France?", lambda piece, thought: None).finish_reason == "stop"
 
 
+def test_what_was_changed_or_asked_again_is_answered_as_if_it_had_been_so_all_along(llm: fastgraph.LLM) -> None:
+    def answer(conversation: Conversation, question: str, again: bool = False) -> str:
+        conversation.ask(question, lambda piece, thought: None, again=again)
+        return conversation.messages[-1]["content"]
+
+    greedy = {"temperature": 0.0, "max_tokens": 12}
+    changed = Conversation(llm, greedy)
+    answer(changed, "Name a colour.")
+    answer(changed, "Name an animal.")
+    answer(changed, "Name a fruit.", again=True)
+    changed.undo()
+    answer(changed, "Name a city in Italy.")
+    changed.system = "Answer in one word."
+    last = answer(changed, "Name a planet.")
+
+    fresh = Conversation(llm, greedy, system="Answer in one word.")
+    fresh.messages = changed.messages[:-2]
+    assert len(fresh.messages) == 4
+    # No page of another conversation serves this one: the same tokens, without the prefix cache, by one that never
+    # had it.
+    ids = llm.render([{"role": "system", "content": "Answer in one word."}, *changed.messages[:-1]])
+    with fastgraph.load_model(
+        compile="off", max_model_len=128, max_decode_bs=1, dtype="float32", prefix_cache=False
+    ) as other:
+        assert other.generate(ids, **greedy).text == last == answer(fresh, "Name a planet.")
+
+
 def assert_nobody_holds_pages(llm: fastgraph.LLM) -> None:
     """Pages of an aborted request are free, or cached, when its last step has landed."""
     deadline = time.monotonic() + PATIENCE
@@ -75,72 +96,19 @@ def assert_nobody_holds_pages(llm: fastgraph.LLM) -> None:
 # --- the real program, in a real terminal ---
 
 
-class Terminal:
-    """A program in a pseudo-terminal, and the screen that a person would see (tall, so that nothing scrolls away)."""
-
-    def __init__(self, arguments: Sequence[str], columns: int = 80, **environment: str) -> None:
-        env = {**os.environ, **THREADS, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        env = {k: v for k, v in env.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")} | environment
-        self.process = pexpect.spawn(
-            FASTGRAPH[0], [*FASTGRAPH[1:], *arguments], env=env, dimensions=(100, columns), timeout=PATIENCE
-        )
-        self._screen = pyte.Screen(columns, 100)
-        self._stream = pyte.ByteStream(self._screen)
-        self.raw = b""
-
-    @property
-    def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self._screen.display).rstrip()
-
-    def until(self, condition: Callable[[str], bool]) -> str:
-        deadline = time.monotonic() + PATIENCE
-        while not condition(self.text):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"it did not come; the screen is\n{self.text}")
-            try:
-                self._feed(self.process.read_nonblocking(4096, timeout=1))
-            except pexpect.TIMEOUT:
-                continue
-            except pexpect.EOF:
-                assert condition(self.text), f"the program ended; the screen is\n{self.text}"
-        return self.text
-
-    def ready(self) -> str:
-        """Wait for the prompt."""
-        return self.until(lambda text: text.endswith("\n>") or text == ">")
-
-    def say(self, line: str) -> str:
-        """Type a line, and wait for the next prompt; what came between."""
-        before = self.ready()
-        self.process.send(line + "\r")
-        self.until(lambda text: len(text) > len(before) + len(line))
-        return self.ready()[len(before) :]
-
-    def code(self) -> int:
-        """The exit code, once it has ended."""
-        while True:
-            try:
-                self._feed(self.process.read_nonblocking(4096, timeout=PATIENCE))
-            except pexpect.EOF:
-                break
-        self.process.close()
-        assert self.process.exitstatus is not None, f"ended by signal {self.process.signalstatus}"
-        return int(self.process.exitstatus)
-
-    def _feed(self, data: bytes) -> None:
-        self.raw += data
-        self._stream.feed(data)
-
-
-def test_a_dialogue_in_a_terminal() -> None:
-    screen = Terminal(["chat", *SMALL, "--temperature", "0", "--max-tokens", "60"])
+def test_a_dialogue_in_a_terminal(tmp_path: Path) -> None:
+    screen = Terminal([*FASTGRAPH, "chat", *SMALL, "--temperature", "0", "--max-tokens", "60"], tmp_path)
     assert "SmolLM2-135M-Instruct" in screen.ready()
 
     answer = screen.say("What is the capital of France?")
     assert "Paris" in answer
-    assert re.search(r"TTFT \d+\.\d\d s · \d+\.\d tok/s · \d+ tokens", answer)
+    assert re.search(r"TTFT \d+\.\d\d s · \d+\.\d tok/s · \d+ tokens · ▱+ \d+%", answer)
 
-    assert "did you mean /clear" in screen.say("/claer")
+    # The first turn, and the question that is asked once more, are in the prefix cache.
+    assert "Paris" in screen.say("/retry")
+    hits = re.search(r"tokens in +(\d+), of which (\d+) from the prefix cache", screen.say("/stats"))
+    assert hits
+    assert 0 < int(hits[2]) < int(hits[1])
 
     # Ctrl-C in mid-answer: the answer stops, the chat goes on.
     before = screen.ready()
@@ -148,43 +116,32 @@ def test_a_dialogue_in_a_terminal() -> None:
     screen.process.send(question + "\r")
     screen.until(lambda text: len(text) > len(before) + len(question) + 10)
     screen.process.sendintr()
-    stopped = screen.ready()[len(before) :]
-    assert "stopped · TTFT" in stopped
-    assert "^C" not in stopped
-    assert "Traceback" not in stopped
+    assert "stopped" in screen.ready()[len(before) :]
 
-    assert "new conversation" in screen.say("/clear")
-    assert "Paris" in screen.say("What is the capital of France?")
-
-    # Ctrl-C at the prompt clears what was typed, and only the second in a row leaves.
-    screen.process.send("half a question")
-    screen.until(lambda text: text.endswith("half a question"))
+    # While a long question is being read, too; nothing of it is kept then.
+    (tmp_path / "long.txt").write_text("one word and another " * 400)
+    screen.say("/read long.txt")
+    before = screen.ready()
+    screen.process.send("Summarise.\r")
+    screen.until(lambda text: text.endswith("…"))
     screen.process.sendintr()
-    screen.until(lambda text: "once more leaves" in text)
-    screen.say("/help")
+    assert "stopped · 0 tokens" in screen.ready()[len(before) :]
+
+    assert "forgotten: long.txt" in screen.say("/undo")
+    assert "forgotten: Write a long story" in screen.say("/undo")
+    assert "1 turn in talk.json" in screen.say("/save talk.json")
+    assert "new conversation" in screen.say("/clear")
+    assert "1 turn from talk.json" in screen.say("/load talk.json")
+    assert "Paris" in screen.say("/retry")
+
     screen.process.send("/exit\r")
     assert screen.code() == 0
     assert "Traceback" not in screen.text
 
 
-def test_a_terminal_without_colour_gets_none_and_ctrl_d_leaves() -> None:
-    screen = Terminal(["chat", *SMALL], columns=30, NO_COLOR="1")
-    screen.ready()
-    assert "there is no command" in screen.say("/nonsense")
-    screen.process.sendeof()
-    assert screen.code() == 0
-    colours = {code for code in parameters(screen.raw) if 30 <= code <= 49 or 90 <= code <= 107}
-    assert colours <= {39, 49}  # back to the terminal's own
-
-
-def parameters(raw: bytes) -> list[int]:
-    """The numbers of every SGR sequence (colours and styles) in a terminal's input."""
-    return [int(number) for found in re.findall(rb"\x1b\[([\d;]*)m", raw) for number in found.split(b";") if number]
-
-
-def test_loading_shows_its_phases_and_can_be_interrupted() -> None:
-    screen = Terminal(["chat", "--compile", "regional"])
-    screen.until(lambda text: "compiling" in text)
+def test_loading_shows_its_phases_and_can_be_interrupted(tmp_path: Path) -> None:
+    screen = Terminal([*FASTGRAPH, "chat", "--compile", "regional"], tmp_path)
+    screen.shows("compiling")
     screen.process.sendintr()
     assert screen.code() == 130
     assert "Traceback" not in screen.text
