@@ -116,7 +116,10 @@ def check_declarations(*configs: Any) -> None:
     made = [module.Model(module.Config.from_hf(hf_raw(config))) for config in configs]
     assert {numberless(name) for model in made for name, _ in model.named_parameters()} == set(module.WEIGHTS)
     linears = {
-        numberless(name) for model in made for name, part in model.named_modules() if isinstance(part, nn.Linear)
+        numberless(name)
+        for model in made
+        for name, part in [*model.named_modules(), *model.named_parameters()]
+        if (part.ndim == 3 if isinstance(part, Tensor) else isinstance(part, nn.Linear) and "router" not in name)
     }
     assert linears == set(module.TENSOR_PARALLEL)
     assert set(module.TENSOR_PARALLEL.values()) == {"column", "row"}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastgraph.loading.weights import sources_of
 from fastgraph.ops import Batch, LayerCache
 
 
@@ -16,13 +17,11 @@ def copy_weights(model: nn.Module, weights: Mapping[str, Any], state: Mapping[st
     """Fill `model` from a transformers state dict, and return the names that were used."""
     used: set[str] = set()
     for name, parameter in model.named_parameters():
-        layer = next((part for part in name.split(".") if part.isdigit()), "")
-        sources = weights[name.replace(f".{layer}.", ".{}.") if layer else name]
-        given = [s.format(layer) for s in ([sources] if isinstance(sources, str) else sources)]
+        given = sources_of(name, parameter, weights, state)
         names = [name.removeprefix("1 + ") for name in given]
         used.update(names)
         with torch.no_grad():
-            parameter.copy_(torch.cat([state[n] for n in names]) + (1 if names != given else 0))
+            parameter.copy_(torch.cat([state[n] for n in names]) + (1 if names != list(given) else 0))
     return used
 
 

@@ -7,7 +7,6 @@ import torch
 from kernel_helpers import DEVICE, DTYPE, TOLERANCE, error, gpu, load, randn
 from torch import Tensor
 
-from fastgraph import ops
 from fastgraph.kernels.experts import experts_reference
 
 (experts,) = load("experts_triton")
@@ -106,23 +105,6 @@ def test_what_is_chosen_by_the_number_of_tokens_stays_within_a_gpu() -> None:
             plan = experts.vector_plan(k, together)
             assert plan.block & (plan.block - 1) == 0
             assert plan.warps <= 16
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="compiles for the CPU")
-def test_one_graph_serves_every_number_of_tokens() -> None:
-    _, gate_up, down, *_ = problem(routing(1, 6, 2), 6)
-
-    def layer(x: Tensor, scores: Tensor) -> Tensor:
-        weights, ids = scores.softmax(-1).topk(2, sorted=False)
-        return ops.experts(x, gate_up, down, weights, ids, residual=x)
-
-    compiled = torch.compile(layer, fullgraph=True)
-    for tokens in (3, 1, 8):
-        x, scores = randn(tokens, 24), torch.randn(tokens, 6)
-        for tensor in (x, scores):
-            torch._dynamo.decorators.mark_unbacked(tensor, 0, shape_id="tokens")
-        with torch.compiler.set_stance("default" if tokens == 3 else "fail_on_recompile"):
-            torch.testing.assert_close(compiled(x, scores), layer(x, scores))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,206 @@
+"""models/qwen3_moe.py and mixtral.py against transformers, in every variant of their configs and layout of weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_helpers import (
+    SIZES,
+    TRAINED,
+    check_declarations,
+    check_every_kind_of_step,
+    hf_model,
+    hf_raw,
+    load,
+    reference,
+    tokens,
+)
+from paged import Paged, Piece
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+import fastgraph
+from fastgraph import models
+from fastgraph.errors import ModelError
+from fastgraph.loading.weights import WeightFiles, load_weights
+from fastgraph.models import mixtral, qwen3_moe
+
+QWEN = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": TRAINED}
+
+CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **QWEN),
+    "qwen3_moe-normalised": Qwen3MoeConfig(**SIZES, **QWEN, norm_topk_prob=True),
+    "qwen3_moe-many-experts": Qwen3MoeConfig(**SIZES, **QWEN | {"num_experts": 64}, norm_topk_prob=True),
+    "qwen3_moe-one-expert-each": Qwen3MoeConfig(**SIZES, **QWEN | {"num_experts_per_tok": 1}),
+    "qwen3_moe-every-expert": Qwen3MoeConfig(**SIZES, **QWEN | {"num_experts_per_tok": 6}),
+    "qwen3_moe-every-other-layer": Qwen3MoeConfig(**SIZES, **QWEN, decoder_sparse_step=2),
+    "qwen3_moe-dense-layers": Qwen3MoeConfig(**SIZES, **QWEN, mlp_only_layers=[1]),
+    "qwen3_moe-tied": Qwen3MoeConfig(**SIZES, **QWEN, tie_word_embeddings=True),
+    "qwen3_moe-biased": Qwen3MoeConfig(**SIZES, **QWEN, attention_bias=True),
+    "qwen3_moe-narrow-heads": Qwen3MoeConfig(**SIZES, **{k: v for k, v in QWEN.items() if k != "head_dim"}),
+    "qwen3_moe-yarn": Qwen3MoeConfig(**SIZES, **QWEN, rope_parameters=YARN),
+    "mixtral": MixtralConfig(**SIZES, **MIXTRAL),
+    "mixtral-one-expert-each": MixtralConfig(**SIZES, **MIXTRAL | {"num_experts_per_tok": 1}),
+    "mixtral-window": MixtralConfig(**SIZES, **MIXTRAL, sliding_window=13),
+    "mixtral-tied": MixtralConfig(**SIZES, **MIXTRAL, tie_word_embeddings=True),
+    "mixtral-wide-heads": MixtralConfig(**SIZES, **MIXTRAL, head_dim=20),
+    "mixtral-many-experts": MixtralConfig(**SIZES, **MIXTRAL | {"num_local_experts": 40}),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers_in_every_kind_of_step(name: str) -> None:
+    check_every_kind_of_step(CONFIGS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("qwen3_moe-normalised", {"norm_topk_prob": False}),
+        ("qwen3_moe", {"num_experts_per_tok": 2}),
+        ("mixtral", {"num_experts_per_tok": 1}),
+        ("mixtral-window", {"sliding_window": None}),
+    ],
+)
+def test_what_the_variants_are_about_matters(name: str, change: dict[str, Any]) -> None:
+    """The comparison above would prove nothing if both had ignored the option."""
+    config, text = CONFIGS[name], tokens(1, 41)
+    module, model = load(config, hf_model(config))
+    logits = []
+    for raw in (hf_raw(config), hf_raw(config) | change):
+        shape = module.Config.from_hf(raw)
+        other = module.Model(shape)
+        other.load_state_dict(model.state_dict())
+        logits.append(Paged(shape, slots=1, span=41).step(other, [Piece(1, text, 41)])[0])
+    assert (logits[0] - logits[1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("names", [("qwen3_moe-biased", "qwen3_moe-dense-layers"), ("mixtral",)], ids=lambda n: n[0])
+def test_weight_names_and_the_tensor_parallel_plan_cover_the_model(names: tuple[str, ...]) -> None:
+    check_declarations(*(CONFIGS[name] for name in names))
+
+
+def test_each_architecture_has_its_file() -> None:
+    for name, config in CONFIGS.items():
+        assert models.find(hf_raw(config)) is (qwen3_moe if name.startswith("qwen3_moe") else mixtral)
+
+
+def test_the_layers_with_experts_are_those_of_transformers() -> None:
+    for step, dense in ((1, []), (2, []), (3, []), (1, [0, 3]), (2, [1])):
+        config = Qwen3MoeConfig(
+            **SIZES | {"num_hidden_layers": 5}, **QWEN, decoder_sparse_step=step, mlp_only_layers=dense
+        )
+        theirs = tuple(hasattr(layer.mlp, "experts") for layer in hf_model(config).model.layers)
+        assert qwen3_moe.Config.from_hf(hf_raw(config)).routed == theirs
+
+
+def test_a_config_of_before_the_experts_were_renamed_means_the_same() -> None:
+    new = hf_raw(CONFIGS["qwen3_moe"])
+    old = {key: value for key, value in new.items() if key != "num_local_experts"} | {"num_experts": 6}
+    assert qwen3_moe.Config.from_hf(old) == qwen3_moe.Config.from_hf(new)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("qwen3_moe", {"use_sliding_window": True}, "a sliding window"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "6 experts, 7 for a token"),
+        ("qwen3_moe", {"moe_intermediate_size": None}, "lacks moe_intermediate_size"),
+        ("qwen3_moe", {"num_experts": None, "num_local_experts": None}, "lacks num_experts"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("mixtral", {"num_experts_per_tok": 5}, "4 experts, 5 for a token"),
+        ("mixtral", {"num_local_experts": None}, "lacks num_local_experts"),
+    ],
+)
+def test_what_would_change_the_computation_unseen_is_refused(name: str, change: dict[str, Any], words: str) -> None:
+    raw = hf_raw(CONFIGS[name]) | change
+    with pytest.raises(ModelError, match=words):
+        models.find(raw).Config.from_hf(raw)
+
+
+# From files
+
+
+def write_checkpoint(folder: Path, name: str, **options: Any) -> None:
+    """A tiny model as `save_pretrained` writes one, in shards, with a tokenizer that says numbers."""
+    hf_model(CONFIGS[name]).save_pretrained(folder, max_shard_size="60KB", **options)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 80}))
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    tokenizer = Tokenizer(WordLevel({str(i): i for i in range(SIZES["vocab_size"])}, unk_token="0"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def names_in(folder: Path) -> set[str]:
+    return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-dense-layers", "mixtral"])
+@pytest.mark.parametrize("original", [True, False], ids=["each by itself", "all in one"])
+def test_experts_load_from_either_layout(tmp_path: Path, name: str, original: bool) -> None:
+    write_checkpoint(tmp_path, name, save_original_format=original)
+    assert any(".experts.0." in each for each in names_in(tmp_path)) == original
+    module, want = load(CONFIGS[name], hf_model(CONFIGS[name]))
+    model = module.Model(module.Config.from_hf(hf_raw(CONFIGS[name])))
+    for parameter in model.parameters():
+        parameter.fill_(torch.nan)
+    load_weights(model, WeightFiles(tmp_path), module.WEIGHTS, progress=lambda *_: None)
+    for (key, got), other in zip(model.state_dict().items(), want.state_dict().values(), strict=True):
+        assert torch.equal(got, other), key
+
+
+def test_missing_and_misshapen_experts_are_told_without_listing_all(tmp_path: Path) -> None:
+    name = "qwen3_moe-many-experts"
+    write_checkpoint(tmp_path, name)
+    shape = qwen3_moe.Config.from_hf(hf_raw(CONFIGS[name]) | {"moe_intermediate_size": 16})
+    with pytest.raises(
+        ModelError, match=r"experts\.0\.gate_proj\.weight \+ .* … and \d+ more.*needs \[2048, 48\]"
+    ) as failed:
+        load_weights(qwen3_moe.Model(shape), WeightFiles(tmp_path), qwen3_moe.WEIGHTS, progress=lambda *_: None)
+    assert len(str(failed.value)) < 5000
+    shape = qwen3_moe.Config.from_hf(hf_raw(CONFIGS[name]) | {"num_local_experts": 65})
+    with pytest.raises(ModelError, match=r"6 missing: .*experts\.64\.down_proj"):
+        load_weights(qwen3_moe.Model(shape), WeightFiles(tmp_path), qwen3_moe.WEIGHTS, progress=lambda *_: None)
+
+
+# Through the engine
+
+
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    [
+        ("qwen3_moe-normalised", "off"),
+        ("qwen3_moe-dense-layers", "regional"),  # blocks of two kinds
+        ("mixtral-window", "off"),
+        ("mixtral", "full"),
+    ],
+)
+def test_a_saved_checkpoint_answers_as_transformers_does(tmp_path: Path, name: str, compile: str) -> None:
+    write_checkpoint(tmp_path, name)
+    prompts = [tokens(1, 41), tokens(2, 3), tokens(3, 25)]
+    small = {"max_decode_bs": 2, "page_size": 4, "max_step_tokens": 8, "max_model_len": 72}
+    with fastgraph.load_model(str(tmp_path), device="cpu", compile=compile, dtype="float32", **small) as llm:
+        answers = llm.generate(prompts, max_tokens=24, ignore_eos=True, logprobs=True, top_logprobs=20)
+        assert llm.stats()["recompiles"] == 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = reference(CONFIGS[name], prompt, answer.token_ids)[len(prompt) - 1 : -1]
+        assert answer.token_ids == logits.argmax(-1).tolist()
+        found = torch.tensor([list(token.top.values()) for token in answer.logprobs])
+        torch.testing.assert_close(found, logits.log_softmax(-1).topk(20).values, rtol=1e-4, atol=1e-4)
