@@ -228,26 +228,57 @@ def _sizes(flag: str, text: str) -> list[int]:
     return sizes
 
 
+_Workload = Annotated[
+    str, typer.Option(help="chat, repeated_sampling, multi_turn, or a JSONL file of prompt and max_tokens.")
+]
+_Requests = Annotated[
+    int | None, typer.Option(min=1, help="Requests of chat, samples of each prompt, or sessions of multi_turn.")
+]
+_DecodeText = Annotated[bool, typer.Option("--decode-text", help="Make text of the answers, and count its time too.")]
+
+
 @bench.command()
 @takes(ENGINE)
 def throughput(
     engine: EngineConfig,
-    workload: Annotated[
-        str, typer.Option(help="chat, repeated_sampling, multi_turn, or a JSONL file of prompt and max_tokens.")
-    ] = "chat",
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests of chat, samples of each prompt, or sessions.")
-    ] = None,
+    workload: _Workload = "chat",
+    requests: _Requests = None,
     repeats: _Repeats = 5,
     temperature: _Temperature = 0.0,
     seed: _Seed = 0,
+    decode_text: _DecodeText = False,
     json_to: _Json = None,
 ) -> None:
-    """A workload asked for all at once: output tokens a second, TTFT and time per token under load."""
-    from fastgraph.bench.commands import run_throughput
+    """A workload asked for all at once: tokens a second, and their share of what this machine could do."""
+    from fastgraph.bench.commands import run_load
 
-    options = {"workload": workload, "requests": requests, "repeats": repeats, "temperature": temperature, "seed": seed}
-    run_throughput(engine, options, json_to)
+    options: dict[str, Any] = {"workload": workload, "requests": requests, "repeats": repeats}
+    options |= {"temperature": temperature, "seed": seed, "decode_text": decode_text}
+    run_load(engine, "throughput", options, json_to)
+
+
+@bench.command()
+@takes(ENGINE)
+def serve(
+    engine: EngineConfig,
+    rate: Annotated[float | None, typer.Option(help="Sessions begin at random, so many a second.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Or so many are under way at any time.")] = None,
+    workload: _Workload = "chat",
+    requests: _Requests = None,
+    repeats: _Repeats = 5,
+    temperature: _Temperature = 0.0,
+    seed: _Seed = 0,
+    decode_text: _DecodeText = False,
+    json_to: _Json = None,
+) -> None:
+    """A workload that comes little by little: how long users wait for their first token, and for the next."""
+    from fastgraph.bench.commands import run_load
+
+    if (rate is None) == (concurrency is None) or (rate is not None and not 0 < rate < float("inf")):
+        raise typer.BadParameter("take either --rate, above 0, or --concurrency")
+    options: dict[str, Any] = {"rate": rate, "concurrency": concurrency, "workload": workload, "requests": requests}
+    options |= {"repeats": repeats, "temperature": temperature, "seed": seed, "decode_text": decode_text}
+    run_load(engine, "serve", options, json_to)
 
 
 def main() -> None:

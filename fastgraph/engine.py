@@ -236,6 +236,10 @@ class Engine:
 
         return self._loop.call(count).result()
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, but for what running requests hold."""
+        self._loop.call(self._loop.forget).result()
+
     def observe(self, observer: Observer) -> None:
         """Tell it, from the next step on, all that the scheduler is given and plans."""
         self._loop.call(lambda: self._loop.observers.append(observer)).result()

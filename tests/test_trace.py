@@ -37,6 +37,8 @@ def record(path: Path, depth: int, limits: Limits = TIGHT) -> list[StepPlan]:
             bias = {3: 1.5} if number % 5 == 0 else {}
             options: dict[str, Any] = {"logprobs": number % 4 == 0, "temperature": number % 2, "logit_bias": bias}
             tickets.append(ask(engine, prompt, seed=number, stop=(number % VOCAB,), max_tokens=18, **options))
+            if number % 20 == 19:
+                engine.forget_prefixes()
             if number % 7 == 6:
                 tickets[-3].future.result()
                 engine.abort([tickets[-1].request.id, tickets[-2].request.id])

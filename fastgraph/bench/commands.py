@@ -7,8 +7,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fastgraph.bench import latency, report, roofline, shapes, steps, throughput, with_shape, workloads
-from fastgraph.bench.measure import counters
+from fastgraph.bench import (
+    latency,
+    measure,
+    memory,
+    report,
+    roofline,
+    serve,
+    shapes,
+    steps,
+    throughput,
+    with_shape,
+    workloads,
+)
 from fastgraph.bench.workloads import Workload
 from fastgraph.config import EngineConfig
 from fastgraph.device.builder import settle_device, settle_dtype
@@ -34,7 +45,7 @@ def run_latency(
         step_options["arms"] = steps.usual_arms(config, device)
     with _loaded(config) as (llm, limit, tell):
         rows = latency.bench(llm, limit, batches=batches, tell=tell, **options)
-        found = report.assemble("latency", llm, config, options | step_options, limit, rows, counters(llm))
+        found = report.assemble("latency", llm, config, options | step_options, limit, rows, measure.counters(llm))
         checkpoint = llm.checkpoint
     with Loading() as loading:  # the engine is closed: its memory is needed
         found["steps"] = steps.bench(
@@ -46,15 +57,24 @@ def run_latency(
         report.show_kernels(found["steps"]["decode"])
 
 
-def run_throughput(config: EngineConfig, options: dict[str, Any], json_to: str | None) -> None:
+def run_load(config: EngineConfig, kind: str, options: dict[str, Any], json_to: str | None) -> None:
+    """`kind` is "throughput" or "serve"."""
     report.check_destination(json_to)
     if options["workload"] not in _SEEDED and not Path(options["workload"]).is_file():
         raise ConfigError(f"there is no workload {options['workload']}: take {', '.join(_SEEDED)} or a JSONL file")
     with _loaded(config) as (llm, limit, tell):
+        if options["decode_text"]:
+            measure.check_tokenizer(llm)
         workload = _workload(llm, **{name: options[name] for name in ("workload", "requests", "seed")})
-        measured = {name: options[name] for name in ("repeats", "temperature", "seed")}
-        row = throughput.bench(llm, limit, workload, tell=tell, **measured)
-        found = report.assemble("throughput", llm, config, options, limit, [row], counters(llm))
+        asked = {name: value for name, value in options.items() if name not in ("workload", "requests")}
+        if kind == "serve":
+            row = serve.bench(llm, workload, tell=tell, **asked)
+        else:
+            row = throughput.bench(llm, limit, workload, tell=tell, **asked)
+        found = report.assemble(kind, llm, config, options, limit, [row], measure.counters(llm))
+        device = settle_device(config)
+        dtype = settle_dtype(config, device)
+        found["memory"] = memory.by_kind(llm.checkpoint.config, llm.limits, limit, dtype, device)
     report.publish(found, json_to)
 
 

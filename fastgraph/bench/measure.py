@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fastgraph.bench.workloads import Turn
 from fastgraph.config import SamplingParams
-from fastgraph.engine import Ticket
+from fastgraph.engine import Answer, Ask
 from fastgraph.errors import ConfigError
 from fastgraph.llm import LLM
+from fastgraph.loading.tokenizer import Tokenizer
 from fastgraph.text import TextStream
 
 # Of `LLM.stats`: what should be zero, or explains a slow run.
@@ -30,6 +34,16 @@ class Run:
     ttft: float  # from submission to the first token
     total: float  # from submission to the last
     arrivals: list[float]  # when each token came, on `perf_counter`'s clock; empty if it was not asked for
+    queued: float = 0.0  # from submission until it got a slot
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+
+    @classmethod
+    def of(cls, answer: Answer, arrivals: list[float]) -> Run:
+        timing = answer.timing
+        times = {"ttft": timing.ttft, "total": timing.total, "queued": timing.queued}
+        return cls(
+            answer.prompt_tokens, answer.token_ids, arrivals=arrivals, cached_tokens=answer.cached_tokens, **times
+        )
 
     @property
     def tpot(self) -> float | None:
@@ -58,38 +72,53 @@ class _Clock(TextStream):
 
 
 def run_together(
-    llm: LLM, turns: Sequence[Turn], *, temperature: float = 0.0, seed: int = 0, clocked: bool = False
-) -> tuple[float, list[Run]]:
+    llm: LLM, turns: Sequence[Turn], *, temperature: float = 0.0, seed: int = 0, clocked: bool = False,
+    decode: bool = False, tell: Callable[[float], None] = lambda share: None,
+) -> tuple[float, list[Run]]:  # fmt: skip
     """Submit all turns at once and wait for the last answer: (seconds that took, a `Run` for each).
 
-    Tokens are not turned into text. `clocked` notes every token's arrival, at the cost of the engine telling of each
-    token as it comes, as it does for a stream.
+    `clocked` notes every token's arrival, at the cost of the engine telling of each token as it comes, as it does for a
+    stream. `decode` makes text of each answer when it is whole, as `LLM.generate` does; without it nothing is. `tell`
+    is told the share of the answers that have come.
     """
     clocks = [_Clock() if clocked else None for _ in turns]
-    began = perf_counter()
-    tickets = [
-        _submit(llm, turn, temperature, seed + number, clock)
+    asks = [
+        ask(llm, turn, temperature, seed + number, clock)
         for number, (turn, clock) in enumerate(zip(turns, clocks, strict=True))
     ]
-    answers = [ticket.future.result() for ticket in tickets]
-    took = perf_counter() - began
-    runs = [
-        Run(answer.prompt_tokens, answer.token_ids, answer.timing.ttft, answer.timing.total, _arrivals(clock))
-        for answer, clock in zip(answers, clocks, strict=True)
-    ]
-    return took, runs
+    runs = []
+    began = perf_counter()
+    tickets = llm.engine.submit_all(asks)
+    for ticket, clock in zip(tickets, clocks, strict=True):
+        answer = ticket.future.result()
+        if decode:
+            check_tokenizer(llm).decode(answer.token_ids)
+        runs.append(Run.of(answer, clock.arrivals if clock is not None else []))
+        tell(len(runs) / len(tickets))
+    return perf_counter() - began, runs
 
 
-def _submit(llm: LLM, turn: Turn, temperature: float, seed: int, clock: _Clock | None) -> Ticket:
+def ask(llm: LLM, turn: Turn, temperature: float, seed: int, text: TextStream | None = None) -> Ask:
+    """A turn as the engine is asked for it. Ids that the vocabulary lacks are made others that it has."""
     vocab = llm.limits.vocab
     ids = turn.ids if max(turn.ids) < vocab or not turn.ignore_eos else [i % vocab for i in turn.ids]
     eos = llm.tokenizer.eos_ids if llm.tokenizer and not turn.ignore_eos else ()
     sampling = SamplingParams(temperature=temperature, max_tokens=turn.max_tokens, ignore_eos=turn.ignore_eos)
-    return llm.engine.submit(list(ids), sampling, seed=seed, stop_ids=tuple(sorted(eos)), text=clock)
+    return Ask(list(ids), sampling, seed, tuple(sorted(eos)), text)
 
 
-def _arrivals(clock: _Clock | None) -> list[float]:
-    return clock.arrivals if clock is not None else []
+def check_tokenizer(llm: LLM) -> Tokenizer:
+    """What makes text of answers. Raises `ConfigError` if there is none."""
+    if llm.tokenizer is None:
+        raise ConfigError(f"{llm.checkpoint.name} was loaded without a tokenizer: measure without --decode-text")
+    return llm.tokenizer
+
+
+def start_afresh(llm: LLM) -> None:
+    """Wait until nothing runs, and empty the prefix cache: no repeat may find what an earlier one has computed."""
+    while llm.stats()["running"]:
+        pass
+    llm.engine.forget_prefixes()
 
 
 def warm_up(llm: LLM, turns: Sequence[Turn]) -> None:
@@ -122,12 +151,6 @@ def spread(values: Sequence[float | None]) -> dict[str, Any]:
     return {"median": statistics.median(known), "min": min(known), "max": max(known), "all": known}
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
+def percentile(values: Sequence[float] | NDArray[np.float64], share: float) -> float | None:
     """The value that this share (0..1) of the values does not exceed, interpolated; None without values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return float(np.percentile(values, 100 * share)) if len(values) else None

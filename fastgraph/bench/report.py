@@ -14,6 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fastgraph.bench.limit import FORMULA as LIMIT_FORMULA
+from fastgraph.bench.load import PERCENTILES
 from fastgraph.bench.roofline import FLOPS_FORMULA, FORMULA, Roofline
 from fastgraph.config import EngineConfig
 from fastgraph.env import report as environment
@@ -37,16 +39,22 @@ _STEPS = {
     "roofline %": ("roofline_share", 100, 1),
     "matmul %": ("matmul_share", 100, 1),
 }
-_THROUGHPUT = {
-    "seconds": ("seconds", 1, 2),
+_LOAD = {
+    "requests/s": ("requests_per_second", 1, 2),
     "output tok/s": ("output_tokens_per_second", 1, 1),
     "total tok/s": ("total_tokens_per_second", 1, 1),
-    "TTFT p50 ms": ("ttft_p50", 1e3, 1),
-    "TTFT p95 ms": ("ttft_p95", 1e3, 1),
-    "TPOT p50 ms": ("tpot_p50", 1e3, 2),
-    "TPOT p95 ms": ("tpot_p95", 1e3, 2),
-    "roofline %": ("roofline_share", 100, 1),
+    "steady output tok/s": ("steady_tokens_per_second", 1, 1),
+    "share of the limit %": ("limit_share", 100, 1),
+    "device idle %": ("idle_share", 100, 1),
+    "steady device idle %": ("steady_idle_share", 100, 1),
+    "prefix hits %": ("hit_rate", 100, 1),
+    "padding %": ("padding_share", 100, 1),
+    "largest batch": ("largest_batch", 1, 0),
+    "tokens a step": ("step_tokens", 1, 1),
+    "seconds": ("seconds", 1, 2),
+    "steady seconds": ("steady_seconds", 1, 2),
 }
+_TIMES = {"queued": "queued", "ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
 
 
 def assemble(
@@ -98,7 +106,7 @@ def publish(found: Mapping[str, Any], json_to: str | None) -> None:
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:
-    """The table: each figure is the median of the repeats, with the least and the most of them under it."""
+    """Each figure is the median of the repeats, with the least and the most of them beside or under it."""
     engine, options, roofline = found["engine"], found["options"], found["roofline"]
     if not console.is_terminal:
         console.width = 1000  # a pipe has no edge
@@ -106,33 +114,60 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         f"{found['bench']} of {found['model']}: {engine['device']}, {engine['dtype']}, compile {engine['compile']}, "
         + ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
     )
-    columns = _LATENCY if found["bench"] == "latency" else _THROUGHPUT
-    first = "batch" if found["bench"] == "latency" else "requests"
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
-    for heading in (first, *columns):
-        table.add_column(heading, justify="right")
+    if found["bench"] == "latency":
+        _show_latency(found, console)
+    else:
+        for row in found["rows"]:
+            _show_load(row, console)
+    console.print(f"Median, least and most of {options['repeats']} repeats.")
+    formulas = {"latency": FORMULA, "throughput": LIMIT_FORMULA}
+    if found["bench"] in formulas:
+        console.print(
+            f"{formulas[found['bench']]}; here {_bytes(roofline['weights'])}, {_bytes(roofline['kv_token'])} and "
+            f"{roofline['bandwidth'] / 1e9:.1f} GB/s, measured now."
+        )
+    if found["bench"] == "latency":
+        console.print(f"{FLOPS_FORMULA}; here {roofline['matmul'] / 1e12:.1f} TFLOP/s, measured now.")
+    elif found["bench"] == "throughput":
+        console.print(f"The rate of a large product is {roofline['matmul'] / 1e12:.2f} TFLOP/s, measured now.")
+    if "memory" in found:
+        console.print("Memory: " + ", ".join(f"{kind} {_bytes(count)}" for kind, count in found["memory"].items()))
+    console.print(", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found["counters"].items()))
+
+
+def _show_latency(found: Mapping[str, Any], console: Console) -> None:
+    table = _table("batch", *_LATENCY, on=console)
     for row in found["rows"]:
-        for label, of, style in ((str(row[first]), "median", ""), ("least", "min", "dim"), ("most", "max", "dim")):
-            figures = (_number(row[name][of], factor, decimals) for name, factor, decimals in columns.values())
+        for label, of, style in ((str(row["batch"]), "median", ""), ("least", "min", "dim"), ("most", "max", "dim")):
+            figures = (_number(row[name][of], factor, decimals) for name, factor, decimals in _LATENCY.values())
             table.add_row(label, *figures, style=style)
     console.print(table)
     if "steps" in found:
         _show_steps(found["steps"], console)
-    console.print(f"Median, least and most of {options['repeats']} repeats.")
-    console.print(
-        f"{FORMULA}; here {_bytes(roofline['weights'])}, {_bytes(roofline['kv_token'])} and "
-        f"{roofline['bandwidth'] / 1e9:.1f} GB/s, measured now."
-    )
-    if "steps" in found:
-        console.print(f"{FLOPS_FORMULA}; here {roofline['matmul'] / 1e12:.1f} TFLOP/s, measured now.")
-    console.print(", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found["counters"].items()))
+
+
+def _show_load(row: Mapping[str, Any], console: Console) -> None:
+    table = _table(f"{row['requests']} requests", "median", "least", "most", on=console)
+    for label, (name, factor, decimals) in _LOAD.items():
+        if name in row:
+            table.add_row(label, *(_number(row[name][of], factor, decimals) for of in ("median", "min", "max")))
+    console.print(table)
+    table = _table("ms, medians of", *(f"p{share}" for share in PERCENTILES), on=console)
+    for name, label in _TIMES.items():
+        table.add_row(label, *(_number(row[f"{name}_p{share}"]["median"], 1e3, 1) for share in PERCENTILES))
+    console.print(table)
+
+
+def _table(*headings: str, on: Console) -> Table:
+    table = Table(box=box.SIMPLE_HEAD if on.is_terminal else None, pad_edge=False, show_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
 
 
 def _show_steps(steps: Mapping[str, Any], console: Console) -> None:
     """What one step costs, medians alone: the JSON has the spread."""
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
-    for heading in ("batch", "context", "arm", *_STEPS, "GB", "GFLOP", "kernels"):
-        table.add_column(heading, justify="right")
+    table = _table("batch", "context", "arm", *_STEPS, "GB", "GFLOP", "kernels", on=console)
     for row in steps["decode"]:
         figures = (_number(row[name]["median"], factor, decimals) for name, factor, decimals in _STEPS.values())
         work = (f"{row['bytes'] / 1e9:.2f}", f"{row['flops'] / 1e9:.1f}", _number(row["kernels_per_step"], 1, 1))

@@ -3,7 +3,7 @@ on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from time import perf_counter
@@ -52,23 +52,6 @@ class Roofline:
     def prefill_flops(self, tokens: int) -> float:
         """What the prefill of one prompt must compute: half of all pairs are causal, and one token is sampled."""
         return tokens * self.token_flops + self.head_flops + tokens * (tokens + 1) / 2 * self.context_flops
-
-    def decode_seconds(self, lengths: Sequence[tuple[int, int]], slots: int) -> float:
-        """The least time to decode requests of (prompt tokens, answer tokens), `slots` at a time, first come first.
-
-        Prefill, which is bound by arithmetic, counts as nothing.
-        """
-        waiting, seconds = list(reversed(lengths)), 0.0
-        running: list[tuple[int, int]] = []  # context, tokens to come
-        while waiting or running:
-            while waiting and len(running) < slots:
-                prompt, answer = waiting.pop()
-                if answer > 1:  # the first token is prefill's
-                    running.append((prompt + 1, answer - 1))
-            if running:
-                seconds += self.step_seconds(sum(context for context, _ in running))
-            running = [(context + 1, left - 1) for context, left in running if left > 1]
-        return seconds
 
 
 class Peaks(NamedTuple):

@@ -24,6 +24,9 @@ class Observer:
 
     def aborted(self, request_id: int) -> None: ...
 
+    def forgot(self) -> None:
+        """The cached pages are to be forgotten."""
+
     def planned(self, plan: StepPlan | None) -> None:
         """None: nothing can move before something else happens."""
 
@@ -84,6 +87,11 @@ class EngineLoop:
         for observer in self.observers:
             observer.aborted(request_id)
         return self.scheduler.abort(request_id)
+
+    def forget(self) -> None:
+        for observer in self.observers:
+            observer.forgot()
+        self.scheduler.pool.forget()
 
     def run(self) -> None:
         while not self._stopping:

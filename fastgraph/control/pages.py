@@ -120,6 +120,10 @@ class PagePool:
             lease.published += 1
             before = page
 
+    def forget(self) -> None:
+        """Free the cached pages: what comes now finds nothing of what was before."""
+        self._put([self.tree.evict() for _ in range(self.tree.unused)])
+
     def _take(self, count: int) -> Int32:
         if not 0 <= count <= self.available:
             raise ValueError(

@@ -47,6 +47,9 @@ class Trace(Observer):
     def aborted(self, request_id: int) -> None:
         self._write("abort", request_id)
 
+    def forgot(self) -> None:
+        self._write("forget", None)
+
     def planned(self, plan: StepPlan | None) -> None:
         self._write("plan", _plain(plan))
         if plan is None:
@@ -157,7 +160,7 @@ def _read(line: bytes, first: bool) -> tuple[str, Any]:
                 return kind, _request(value)
             case "land":
                 return kind, (int(value["number"]), np.array(value["tokens"], np.int32))
-            case "abort" | "plan" | "end":
+            case "abort" | "forget" | "plan" | "end":
                 return kind, value
         raise ValueError(f"nothing is known of {kind!r}")
     except (ValueError, TypeError, KeyError, AttributeError, RequestError) as error:
@@ -187,6 +190,8 @@ class _Rerun:
                     self._scheduler.submit(value)
                 case "abort":
                     self._scheduler.abort(value)
+                case "forget":
+                    self._scheduler.pool.forget()
                 case "plan":
                     return self._plan(value)
                 case "land":

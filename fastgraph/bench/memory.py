@@ -1,0 +1,39 @@
+"""Where the memory is, in bytes by kind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastgraph import models
+from fastgraph.bench.roofline import Roofline
+from fastgraph.control.plan import Limits
+
+
+def by_kind(
+    config: Mapping[str, Any], limits: Limits, roofline: Roofline, dtype: torch.dtype, device: torch.device
+) -> dict[str, int]:
+    """`weights` and `kv` (the pages); on a GPU also the `other` tensors, what torch has `reserved` beside all tensors
+    (captured graphs, freed memory), what is used `outside` torch (the driver, other processes) and what is `free`; on a
+    CPU the most that the `process` has had.
+    """
+    module = models.find(config)
+    with torch.device("meta"):
+        model = module.Model(module.Config.from_hf(config))
+    weights = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    kv = (limits.pages + 1) * limits.page_size * roofline.kv_token
+    found = {"weights": weights, "kv": kv}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        found |= {"other": allocated - weights - kv, "reserved": reserved - allocated}
+        found |= {"outside": total - free - reserved, "free": free}
+    elif sys.platform != "win32":
+        import resource
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found["process"] = most if sys.platform == "darwin" else most * 1024
+    return found
