@@ -120,7 +120,7 @@ class Driver:
         known = 0
         while sequence[: known + size] in prefixes and known + size < len(sequence):
             known += size
-        assert admission.computed == known or (self.limits.host_pages and admission.computed > known)
+        assert admission.computed >= known  # what this very plan pushed out may be found as well
         assert admission.computed < len(sequence)
 
     def land(self) -> list[Output]:
