@@ -110,16 +110,19 @@ def linear(
     """A linear layer with what stands around it: the norm of its input, SwiGLU on its output, the residual's addition.
 
     x: [tokens, in] -> [tokens, out]. `gated`: the layer's first half of outputs is the gate, half as many come out, and
-    `activation` is the gate's. A tied head gives its embedding as the layer. On a GPU this is one kernel for a small
-    batch.
+    `activation` is the gate's. `residual` takes the sum and is what comes back: what it was is gone. A tied head gives
+    its embedding as the layer. On a GPU this is one kernel for a small batch.
     """
     bias = layer.bias if isinstance(layer, nn.Linear) else None
     if _has_kernels(x):
         scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return cuda.linear(x, layer.weight, bias, scale, eps, gated, residual, activation)
+        if residual is None:
+            return cuda.linear(x, layer.weight, bias, scale, eps, gated, activation)
+        cuda.add_linear(x, layer.weight, bias, scale, eps, gated, activation, residual)
+        return residual
     y = F.linear(x if norm is None else rms_norm(x, norm.weight, norm.eps), layer.weight, bias)
     y = gate_mul(y, activation) if gated else y
-    return y if residual is None else residual + y
+    return y if residual is None else residual.add_(y)
 
 
 def experts(

@@ -54,6 +54,7 @@ def on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "kernels", lambda device: kernels)
     monkeypatch.setattr(ops, "_has_kernels", lambda x: True)
     monkeypatch.setattr(cuda, "linear", cuda._linear)
+    monkeypatch.setattr(cuda, "add_linear", cuda._add_linear)
 
 
 SLOW = (

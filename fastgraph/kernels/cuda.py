@@ -1,4 +1,4 @@
-"""The linear as a GPU runs it: opaque to the compiler, because it picks its kernel by the real batch.
+"""The linears as a GPU runs them: opaque to the compiler, because they pick their kernel by the real batch.
 
 A compiled graph serves every number of rows. What is best for one row is not best for a thousand, so the choice is
 made inside the op, when it is called or captured.
@@ -13,20 +13,41 @@ from fastgraph.kernels import serving
 
 _LIBRARY = torch.library.Library("fastgraph", "FRAGMENT")
 _LIBRARY.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool gated, Tensor? residual, "
-    "str activation) -> Tensor"
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool gated, str activation) -> Tensor"
+)
+_LIBRARY.define(
+    "add_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, bool gated, str activation, "
+    "Tensor(a!) residual) -> ()"
 )
 
 linear = torch.ops.fastgraph.linear.default
+add_linear = torch.ops.fastgraph.add_linear.default
 
 
-def _linear(x: Tensor, *rest: object) -> Tensor:
-    return serving.kernels(x.device.type)["linear"](x, *rest)
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, gated: bool, activation: str
+) -> Tensor:
+    return serving.kernels(x.device.type)["linear"](x, weight, bias, norm, eps, gated, None, activation)
+
+
+def _add_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, gated: bool, activation: str,
+    residual: Tensor,
+) -> None:  # fmt: skip
+    y = serving.kernels(x.device.type)["linear"](x, weight, bias, norm, eps, gated, residual, activation)
+    if y is not residual:
+        residual.copy_(y)
 
 
 _LIBRARY.impl("linear", _linear, "CUDA")
+_LIBRARY.impl("add_linear", _add_linear, "CUDA")
 
 
 @torch.library.register_fake("fastgraph::linear", lib=_LIBRARY)
 def _(x: Tensor, weight: Tensor, bias: object, norm: object, eps: float, gated: bool, *_: object) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
+
+
+@torch.library.register_fake("fastgraph::add_linear", lib=_LIBRARY)
+def _(*_: object) -> None:
+    return None

@@ -31,32 +31,29 @@ def linear(
     gated: bool = False,
     residual: Tensor | None = None,
     activation: str = "silu",
-    out: Tensor | None = None,
 ) -> Tensor:
     """x @ weight.T + bias, of the RMS-normed x if `norm` is given; then act(gate) * up if `gated`; then + residual.
 
     x: [rows, k]; weight: [n, k] contiguous, or [2 * n, k] if gated, gate first; bias: as many as the weight has rows;
-    norm: [k], with `eps`; residual: [rows, n]. Returns [rows, n], in `out` if given, which may be the residual itself.
+    norm: [k], with `eps`; residual: [rows, n] contiguous, which takes the sum and is returned. Returns [rows, n].
     """
     x = x.contiguous()
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
     if rows == 1 or (rows == 2 and weight.numel() <= _SMALL // 2):
-        return _vector(x, weight, bias, norm, eps, gated, residual, activation, out, vector_plan(n, k, gated))
+        return _vector(x, weight, bias, norm, eps, gated, residual, activation, vector_plan(n, k, gated))
     if norm is not None:
         x = rms_norm(x, norm, eps)
     # float32 is for comparing, not for speed, and tensor cores would round it.
     tiles = x.element_size() == 2 and k % 8 == 0 and can_overlap(x.device)
     if tiles and rows <= most_tiled_rows(n, k, gated):
         plan = tile_plan(rows, n, k, gated, multiprocessors(x.device))
-        return _tiled(x, weight, bias, gated, residual, activation, out, plan)
+        return _tiled(x, weight, bias, gated, residual, activation, plan)
     if residual is not None and bias is None and not gated:
-        # Into the residual itself, cuBLAS adds without a copy.
-        return residual.addmm_(x, weight.t()) if out is residual else torch.addmm(residual, x, weight.t(), out=out)
+        return residual.addmm_(x, weight.t())  # cuBLAS adds
     y = F.linear(x, weight, bias)
     y = gate_mul(y, activation) if gated else y
-    y = y if residual is None else residual + y
-    return y if out is None else out.copy_(y)
+    return y if residual is None else residual.add_(y)
 
 
 def linear_reference(
@@ -100,12 +97,11 @@ def _vector(
     gated: bool,
     residual: Tensor | None,
     activation: str,
-    out: Tensor | None,
     plan: VectorPlan,
 ) -> Tensor:
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
-    y = x.new_empty(rows, n) if out is None else out
+    y = x.new_empty(rows, n) if residual is None else residual
     overlap = can_overlap(x.device)
     _vector_kernel[(triton.cdiv(n, plan.block),)](
         x,
@@ -233,12 +229,11 @@ def _tiled(
     gated: bool,
     residual: Tensor | None,
     activation: str,
-    out: Tensor | None,
     plan: TilePlan,
 ) -> Tensor:
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
-    y = x.new_empty(rows, n) if out is None else out
+    y = x.new_empty(rows, n) if residual is None else residual
     grid = (triton.cdiv(rows, plan.rows), triton.cdiv(n, plan.outputs), plan.splits)
     tiles = grid[0] * grid[1]
     parts = x.new_empty(tiles * plan.splits * plan.rows * plan.outputs if plan.splits > 1 else 1, dtype=torch.float32)
