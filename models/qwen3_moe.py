@@ -46,7 +46,7 @@ class Config:
         required = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"]
         required += ["moe_intermediate_size", "num_experts_per_tok"]
         missing = [name for name in required if raw.get(name) is None]
-        experts = raw.get("num_experts") or raw.get("num_local_experts")  # renamed by transformers 5
+        experts: int = raw.get("num_experts") or raw.get("num_local_experts") or 0  # renamed by transformers 5
         missing += [] if experts else ["num_experts"]
         if missing:
             raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
