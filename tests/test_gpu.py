@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from driver import Careless
 
 from fastgraph.llm import LLM, Completion, load_model
 
@@ -41,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **options: Any) -> LLM:
-    return load_model(str(folder), **{"max_decode_bs": ROWS, "kv_pages": 2000, "dtype": "float32", **options})
+    # Without a prefix cache: `forced` would find the pages that decode has written.
+    fixed = {"max_decode_bs": ROWS, "kv_pages": 2000, "dtype": "float32", "prefix_cache": False}
+    return load_model(str(folder), **{**fixed, **options})
 
 
 LENGTHS = (1, 2, 16, 17, 100, 333) * 2
@@ -103,3 +106,25 @@ def test_steps_in_flight_change_no_token(folder: Path, captured: LLM, depth: int
     want = [completion.token_ids for completion in answers(captured, ROWS, **sampling)]
     with load(folder, in_flight_depth=depth) as llm:
         assert [completion.token_ids for completion in answers(llm, ROWS, **sampling)] == want
+
+
+@pytest.mark.parametrize("host_kv_gb", [0, 1])
+def test_requests_that_make_room_go_on_where_they_were(
+    folder: Path, captured: LLM, monkeypatch: pytest.MonkeyPatch, host_kv_gb: float
+) -> None:
+    """With pages for a third of them, and nothing that keeps the rest out; their pages are saved, or computed again."""
+    sampling = {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "max_tokens": 60}
+    want = [completion.token_ids for completion in answers(captured, ROWS, **sampling)]
+    monkeypatch.setattr("fastgraph.control.scheduler.Forecast", Careless)
+    with load(folder, kv_pages=30, host_kv_gb=host_kv_gb) as llm:
+        assert [completion.token_ids for completion in answers(llm, ROWS, **sampling)] == want
+        assert llm.stats()["preemptions"] > 3
+
+
+def test_answers_that_share_their_prompt_are_those_that_do_not(folder: Path, captured: LLM) -> None:
+    sampling = {"temperature": 0.9, "seed": 5, "n": 6, "max_tokens": 24, "ignore_eos": True}
+    want = [completion.token_ids for completion in captured.generate(PROMPTS[5], **sampling)]
+    with load(folder, prefix_cache=True) as llm:
+        for _ in range(2):
+            assert [completion.token_ids for completion in llm.generate(PROMPTS[5], **sampling)] == want
+        assert llm.stats()["prefix_hit_tokens"] == 11 * 320

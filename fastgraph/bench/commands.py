@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def run_latency(
     json_to: str | None, profile: bool,
 ) -> None:  # fmt: skip
     report.check_destination(json_to)
+    config = replace(config, prefix_cache=False)  # the same prompts come again, and are to be computed again
     device = settle_device(config)
     if step_options["arms"] is None:
         step_options["arms"] = steps.usual_arms(config, device)
