@@ -23,6 +23,9 @@ from fastgraph.errors import ModelError, RequestError
 from fastgraph.thinking import Thinking
 
 
+ROOT = Path(__file__).resolve().parent.parent
+
+
 def contents(messages: list[dict[str, str]]) -> list[str]:
     return [message["content"] for message in messages]
 
@@ -32,6 +35,14 @@ def test_help_lists_every_command_and_what_it_takes() -> None:
     for name, command in COMMANDS.items():
         assert f"{name} {command.argument}".strip() in shown
         assert command.help in shown
+
+
+def test_every_command_is_in_the_documentation_as_it_is() -> None:
+    page = (ROOT / "docs" / "chat.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(/\w+)(?: ([^`]+))?` \|", page, re.MULTILINE)
+    assert {name: argument.replace("\\|", "|") for name, argument in listed} == {
+        name: command.argument for name, command in COMMANDS.items()
+    }
 
 
 @pytest.mark.parametrize("line", ["/clear all", "/retry please", "/undo 3", "/help me", "/copy x", "/stats x"])
@@ -176,7 +187,7 @@ def test_think_shows_the_last_thoughts_and_switches_thinking() -> None:
 
 
 def test_a_model_that_cannot_be_switched_says_so() -> None:
-    assert "is not for the asking" in " ".join(converse(FakeLLM([]), "/think off").split())
+    assert "cannot be told whether to think" in " ".join(converse(FakeLLM([]), "/think off").split())
 
 
 # --- files ---

@@ -204,6 +204,14 @@ def test_a_screen_of_one_row_works() -> None:
     assert shown("one\n\ntwo\n\nthree", columns=20, rows=1).split() == ["one", "two", "three"]
 
 
+def test_no_background_is_painted_whatever_the_terminals_is() -> None:
+    screen = Screen()
+    screen.show(ANSWER, step=10**6)
+    screen.view.close()
+    codes = {int(n) for found in re.findall(r"\x1b\[([\d;]*)m", screen.raw) for n in found.split(";") if n}
+    assert not codes & {*range(40, 49), *range(100, 108)}
+
+
 def test_without_colour_there_is_none() -> None:
     screen = Screen(no_color=True)
     screen.show(ANSWER)

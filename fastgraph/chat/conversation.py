@@ -109,7 +109,7 @@ class Conversation:
         thinking = self.llm.thinking
         if thinking is None or thinking.switch is None:
             raise RequestError(
-                f"whether {self.llm.checkpoint.name} thinks is not for the asking: its chat template "
+                f"{self.llm.checkpoint.name} cannot be told whether to think: its chat template "
                 f"{'has no switch for it' if thinking else 'knows of no thoughts'}"
             )
         self._think = think

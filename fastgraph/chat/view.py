@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement
 from rich.syntax import Syntax
 from rich.text import Text
+from rich.theme import Theme
 
 from fastgraph.terminal import harmless, write
 
@@ -27,6 +28,7 @@ _FOLDED_ROWS = 5  # of thoughts while they come
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 # The beginning of a line that may yet turn out to be text or to change what stands above it.
 _UNDECIDED = re.compile(r"[\s>#*+\-=_`~|:\d.)]*")
+_THEME = Theme({"markdown.code": "bold cyan"})  # rich's is on black, which many terminals are not
 _STYLES = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -168,7 +170,7 @@ class ScreenView:
 
     def _rows(self, renderable: RenderableType) -> list[str]:
         """As text with styles, without blank rows around it and without the spaces that rows are filled up with."""
-        with self._console.capture() as capture:
+        with self._console.use_theme(_THEME), self._console.capture() as capture:
             self._console.print(renderable, width=self._columns)
         rows = [row.rstrip(" ") for row in capture.get().split("\n")]
         seen = [number for number, row in enumerate(rows) if _STYLES.sub("", row).strip()]
