@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.states import Request
 from fastgraph.device.builder import build_device
 from fastgraph.device.handle import DeviceHandle
-from fastgraph.device.metadata import FROM_SLOT, StepMetadata
+from fastgraph.device.ladder import CaptureLadder
+from fastgraph.device.metadata import FROM_SLOT, StepInputs, StepMetadata
 from fastgraph.device.slots import Slots
 from fastgraph.errors import ConfigError, FastgraphWarning
+from fastgraph.kernels.sampling import SamplerOutput
 from fastgraph.loading.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -251,3 +254,57 @@ def test_a_slots_new_tenant_finds_nothing_of_the_last_one() -> None:
 
 def _nothing() -> tuple[np.ndarray, tuple[()]]:
     return np.empty(0, np.int32), ()
+
+
+def test_padding_rows_write_nothing_that_a_request_reads(reference: tuple[Any, Path]) -> None:
+    device = build(reference[1], compile="off")
+    serve(device, PROMPTS, 5, temperature=0.5, presence_penalty=0.5)
+    executor = device._executor
+    state = executor._slots.state
+    tables = [*state[:-1], *state.sampler]
+    parts = [part for cache in executor._step.caches for part in cache]
+    before = [table.clone() for table in tables], [part.clone() for part in parts]
+    with torch.inference_mode():
+        executor._step(executor._padding(6))
+        executor.warm_up()
+    for table, was in zip(tables, before[0], strict=True):
+        live = [row for row in range(len(was)) if row != NULL_SLOT]
+        assert torch.equal(table[live], was[live])
+    for part, was in zip(parts, before[1], strict=True):
+        assert torch.equal(part[1:].nan_to_num(), was[1:].nan_to_num())
+    assert state.lengths[NULL_SLOT] == 0
+
+
+def test_above_the_ladder_steps_run_eagerly_are_counted_and_said_once(reference: tuple[Any, Path]) -> None:
+    model, folder = reference
+    device = build(folder, compile="off")
+    executor, refresh = device._executor, device._executor._metadata.refresh_decode_metadata
+    refreshed, replayed = [], []
+
+    def record(*args: Any, **kwargs: Any) -> StepInputs:
+        refreshed.append(refresh(*args, **kwargs))
+        return refreshed[-1]
+
+    class Ladder(CaptureLadder):
+        """Runs what a graph would replay."""
+
+        def replay(self, size: int) -> SamplerOutput:
+            assert len(refreshed[-1].slots) == size
+            replayed.append(size)
+            return executor._step(refreshed[-1])
+
+    executor._metadata.refresh_decode_metadata = record  # type: ignore[method-assign]
+    executor._ladder = Ladder(4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert serve(device, PROMPTS, 5) == expected(model, PROMPTS, 5)
+        eager = device.counters()["eager_steps"]
+        assert eager > 1
+        assert serve(device, PROMPTS[:3], 5) == expected(model, PROMPTS[:3], 5)
+    assert set(replayed) == {4}
+    assert device.counters()["padding_rows"] == len(replayed)
+    assert device.counters()["eager_steps"] == eager
+    assert [str(w.message) for w in said if w.category is FastgraphWarning] == [
+        "6 requests decode at once, above the 4 that CUDA graphs were captured for: such steps are slower. "
+        "max_capture_bs raises the limit"
+    ]
