@@ -149,6 +149,20 @@ def test_weights_that_a_step_reads_are_those_of_transformers_model(tied: bool) -
     assert found.token_flops + found.head_flops == 2 * read
 
 
+def test_a_step_reads_the_experts_that_its_rows_come_upon() -> None:
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "mlp_only_layers": [0]}
+    config = {**TINY, **sizes, "architectures": ["Qwen3MoeForCausalLM"]}
+    found = roofline.roofline_of(config, torch.bfloat16, roofline.Peaks(1e9, 1e12))
+    layers, hidden = TINY["num_hidden_layers"] - 1, TINY["hidden_size"]
+    expert = 3 * 5 * hidden
+    assert found.experts == 2 * layers * 8 * expert
+    assert found.step_bytes(1, 0) == pytest.approx(found.weights + 2 * layers * 2 * expert)
+    chance = np.random.default_rng(0)
+    met = [len({e for _ in range(5) for e in chance.permutation(8)[:2]}) for _ in range(20_000)]
+    assert found.step_bytes(5, 0) == pytest.approx(found.weights + 2 * layers * np.mean(met) * expert, rel=0.01)
+    assert found.token_flops + found.head_flops == found.weights + 2 * layers * 2 * expert
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [("llama-3.1-8b", 8_030_261_248), ("llama-3.2-1b", 1_235_814_400), ("qwen3-0.6b", 596_049_920)],

@@ -134,6 +134,15 @@ def test_what_would_change_the_computation_unseen_is_refused(name: str, change: 
         models.find(raw).Config.from_hf(raw)
 
 
+@pytest.mark.parametrize(("name", "parameters"), [("qwen3-30b-a3b", 30_532_122_624), ("mixtral-8x7b", 46_702_792_704)])
+def test_the_shapes_that_bench_ships_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    raw = json.loads((Path(fastgraph.__file__).parent / "bench" / "shapes" / f"{name}.json").read_text())
+    module = models.find(raw)
+    with torch.device("meta"):
+        model = module.Model(module.Config.from_hf(raw))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
 # From files
 
 

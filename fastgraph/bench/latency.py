@@ -57,7 +57,7 @@ def _figures(took: float, runs: Sequence[Run], roofline: Roofline) -> dict[str, 
         "itl_p95": percentile(gaps, 0.95),
         "output_tokens_per_second": sum(len(run.token_ids) for run in runs) / took,
         "decode_step": step,
-        "roofline_share": roofline.step_seconds(context) / step if step else None,
+        "roofline_share": roofline.step_seconds(len(runs), context) / step if step else None,
     }
 
 

@@ -60,7 +60,7 @@ def _decode_seconds(roofline: Roofline, requests: Sequence[Cost], slots: int) ->
             length, answer = waiting.popleft()
             rows, context = rows + 1, context + length
             ends[step + answer].append(length + answer)
-        total += max(roofline.step_seconds(context), roofline.step_flops(rows, context) / roofline.matmul)
+        total += max(roofline.step_seconds(rows, context), roofline.step_flops(rows, context) / roofline.matmul)
         step, context = step + 1, context + rows
         for length in ends.pop(step, ()):
             rows, context = rows - 1, context - length

@@ -15,7 +15,10 @@ from torch import nn
 from fastgraph import models
 
 _MATRIX = {"cpu": 1024, "cuda": 8192}  # rows and columns of the product that the machine's rate is measured with
-FORMULA = "roofline = least time of a decode step = (weights + context tokens of all requests * KV of one) / bandwidth"
+FORMULA = (
+    "roofline = least time of a decode step = (weights + context tokens of all requests * KV of one) / bandwidth; of "
+    "experts' weights a share counts, 1 - (1 - experts of a token / experts)^requests, as if all were as likely"
+)
 FLOPS_FORMULA = (
     "matmul share = (2 * weights * tokens + 4 * layers * heads * head_dim * pairs of tokens that see each other) / "
     "seconds / rate of a large product"
@@ -29,21 +32,24 @@ _TRIALS = 5
 class Roofline:
     """Bytes that decoding must read, and how fast they can be read."""
 
-    weights: int  # bytes that every step reads: all but an embedding that is only looked up
+    weights: int  # bytes that every step reads: all but routed experts, and an embedding that is only looked up
     kv_token: int  # bytes of keys and values for a token of context
     bandwidth: float  # bytes a second, the best seen
     token_flops: int = 0  # of the products with the weights of the layers, for a token
     head_flops: int = 0  # of the product with the head's weights, for a token that is sampled
     context_flops: int = 0  # of attention, for a token and a token that it sees
     matmul: float = inf  # FLOP a second of a large product, the best seen
+    experts: int = 0  # bytes of all routed experts
+    routed: float = 1.0  # the share of the experts that a token goes to
 
-    def step_seconds(self, context: float) -> float:
-        """The least time of a decode step. context: tokens of all its requests together."""
-        return self.step_bytes(context) / self.bandwidth
+    def step_seconds(self, batch: int, context: float) -> float:
+        """The least time of a decode step of `batch` rows. context: tokens of all its requests together."""
+        return self.step_bytes(batch, context) / self.bandwidth
 
-    def step_bytes(self, context: float) -> float:
-        """What a decode step must read. context: tokens of all its requests together."""
-        return self.weights + context * self.kv_token
+    def step_bytes(self, batch: int, context: float) -> float:
+        """What a decode step of `batch` rows must read: of the experts, what rows that choose by chance come upon."""
+        met = 1 - (1 - self.routed) ** batch
+        return self.weights + met * self.experts + context * self.kv_token
 
     def step_flops(self, batch: int, context: float) -> float:
         """What a decode step must compute for `batch` rows with `context` tokens together."""
@@ -79,16 +85,20 @@ def roofline_of(config: Mapping[str, Any], dtype: torch.dtype, peaks: Peaks) -> 
     looked_up = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Embedding))
     if not shape.tied:
         read -= looked_up
+    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
+    routed = shape.top_k / shape.experts if experts else 1.0
     head = shape.vocab * shape.hidden
     kv = 2 * shape.layers * shape.kv_heads * shape.head_dim
     return Roofline(
-        weights=read * dtype.itemsize,
+        weights=(read - experts) * dtype.itemsize,
         kv_token=kv * dtype.itemsize,
         bandwidth=peaks.bandwidth,
-        token_flops=2 * (read - head),
+        token_flops=2 * (read - head - experts) + int(2 * experts * routed),
         head_flops=2 * head,
         context_flops=4 * shape.layers * shape.heads * shape.head_dim,  # q by k, and weights by v
         matmul=peaks.matmul,
+        experts=experts * dtype.itemsize,
+        routed=routed,
     )
 
 

@@ -217,7 +217,7 @@ def _decode_rows(
         kernels = arm.kernels() if device.type == "cuda" else []
         arm.empty()
         steps = [timing.step for timing in taken[name]]
-        read, flops = roofline.step_bytes(batch * context), roofline.step_flops(batch, batch * context)
+        read, flops = roofline.step_bytes(batch, batch * context), roofline.step_flops(batch, batch * context)
         rows.append({
             "arm": name, "batch": batch, "context": context, "bytes": read, "flops": flops,
             "step": spread(steps),
