@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 import transformers
 from driver import Careless
 
+from fastgraph.bench.steplog import StepLog, Steps
+from fastgraph.device.ladder import rungs
 from fastgraph.llm import LLM, Completion, load_model
 
 pytestmark = pytest.mark.gpu
@@ -128,3 +131,19 @@ def test_answers_that_share_their_prompt_are_those_that_do_not(folder: Path, cap
         for _ in range(2):
             assert [completion.token_ids for completion in llm.generate(PROMPTS[5], **sampling)] == want
         assert llm.stats()["prefix_hit_tokens"] == 11 * 320
+
+
+def test_the_device_says_how_long_each_step_took_and_how_much_of_it_was_padding(folder: Path) -> None:
+    with load(folder) as llm:
+        log, before = StepLog(), llm.stats()["padding_rows"]
+        llm.engine.observe(log)
+        began = perf_counter()
+        answers(llm, 5)
+        llm.engine.ignore(log)
+        steps = Steps.of(log)
+        assert (steps.busy > 0).all()
+        assert steps.busy.sum() <= steps.at[-1] - began  # one follows the other
+        graphs = [len(plan.decode_slots) for _, plan, _ in log.steps if not plan.spans]
+        assert graphs.count(5) > 10
+        padding = sum(next(size for size in rungs(ROWS) if size >= rows) - rows for rows in graphs)
+        assert llm.stats()["padding_rows"] - before == padding

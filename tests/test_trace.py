@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def record(path: Path, depth: int, limits: Limits = TIGHT) -> list[StepPlan]:
                 engine.abort([tickets[-1].request.id, tickets[-2].request.id])
         for ticket in tickets:
             outcome(ticket)
-        assert limits is not TIGHT or engine.stats()["preemptions"] > 0
+        assert engine.stats()["preemptions"] > 0
     return device.plans
 
 
@@ -53,9 +54,11 @@ def events(path: Path) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("depth", range(3))
-def test_a_replay_plans_what_the_run_planned(tmp_path: Path, depth: int) -> None:
+@pytest.mark.parametrize("limits", [TIGHT, replace(TIGHT, host_pages=20), replace(TIGHT, prefix_cache=False)])
+def test_a_replay_plans_what_the_run_planned(tmp_path: Path, depth: int, limits: Limits) -> None:
     path = tmp_path / "trace.jsonl"
-    plans = record(path, depth)
+    plans = record(path, depth, limits)
+    assert any(len(plan.restores) for plan in plans) == (limits.host_pages > 0)
     found = replay(str(path))
     assert (found.difference, found.whole) == (None, True)
     aborts = sum(kind == "abort" for kind, _ in events(path))
