@@ -100,7 +100,7 @@ class LLM:
         if self.tokenizer and self.thinking:
             # Where a tag is a special token, text would come without it, and thoughts would run into the answer.
             tags = (self.tokenizer.encode(tag, add_special_tokens=False) for tag in self.thinking.tags)
-            self.tokenizer.special_ids -= {ids[0] for ids in tags if len(ids) == 1}
+            self.tokenizer.special_ids = self.tokenizer.special_ids.difference(*tags)
         self.sampling_defaults = _sampling_defaults(self.checkpoint.generation_config)
         vocab = self.tokenizer.vocab_size if self.tokenizer else None
         # What the thread holds must not lead back here, or nobody's letting go would ever end it.

@@ -22,7 +22,6 @@ from fastgraph.config import EngineConfig
 from fastgraph.errors import ModelError, RequestError
 from fastgraph.thinking import Thinking
 
-
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -164,6 +164,7 @@ def test_html_is_text() -> None:
 
 
 def test_the_address_of_a_link_can_be_read() -> None:
+    assert shown("See [1].\n\n[1]: https://pytorch.org\n", columns=60) == "See [1].\n\n[1]: https://pytorch.org"
     assert "https://pytorch.org" in shown("See [PyTorch](https://pytorch.org).", columns=60)
 
 
@@ -184,6 +185,16 @@ def test_a_line_that_is_not_decided_does_not_change_what_stands_above_it() -> No
     assert screen.text == before
     screen.show(" one\n")
     assert screen.text == "a paragraph\n\n • one"
+
+
+@pytest.mark.parametrize(("mark", "code"), [("**", "1"), ("`", "1;36")])
+def test_bold_and_code_look_so_before_they_end(mark: str, code: str) -> None:
+    screen = Screen()
+    for letter in f"some {mark}words here{mark} and more":
+        screen.view.show(letter, False)
+        assert mark not in screen.text
+    assert f"\x1b[{code}mwo\x1b" in screen.raw
+    assert screen.text == "some words here and more"
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(20, 12), (60, 12), (40, 5), (40, 30)])
@@ -226,7 +237,7 @@ LINES = st.lists(
     st.one_of(
         st.lists(WORDS, min_size=1, max_size=12).map(" ".join),
         st.sampled_from(
-            ["", "", "```", "```py", "| a | b |", "|---|---|", "- item", "  - nested", "3. three", "    x"]
+            ["", "", "```", "```py", "| a | b |", "|---|---|", "- item", "  - nested", "3. three", "[x]: y", "    x"]
         ),
     ),
     max_size=25,

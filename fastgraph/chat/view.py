@@ -24,10 +24,11 @@ NEARLY_FULL = 0.8  # share of the context from which on it is warned of
 _GAUGE = 8  # letters of the gauge
 _FOLDED_ROWS = 5  # of thoughts while they come
 
-# HTML is text like any other here; the parser would leave it out.
-_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+# HTML and addresses for footnotes are text like any other here; the parser would leave them out.
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
 # The beginning of a line that may yet turn out to be text or to change what stands above it.
 _UNDECIDED = re.compile(r"[\s>#*+\-=_`~|:\d.)]*")
+_OPENING = re.compile(r"(?<!\S)[*`]+$")
 _THEME = Theme({"markdown.code": "bold cyan"})  # rich's is on black, which many terminals are not
 _STYLES = re.compile(r"\x1b\[[\d;]*m")
 
@@ -123,16 +124,28 @@ class ScreenView:
             begins = unfinished[0][0].map
             assert begins is not None
             self._source = "".join(self._source.splitlines(keepends=True)[begins[0] :])
-        tail = [] if final else _blocks(_PARSER.parse(self._decided()))
+        tail = [] if final else self._tail()
         rows = [row for i, block in enumerate(tail) for row in self._block_rows(block, later=i > 0)][self._printed :]
         if any(block[0].type == "table_open" for block in tail):
             rows = rows[-limit:]
         self._overflow(rows, done, limit)
         self._paint(done, rows)
 
-    def _decided(self) -> str:
+    def _tail(self) -> list[list[Token]]:
+        """The blocks under way, as far as it is decided what they are."""
         head, newline, line = self._source.rpartition("\n")
-        return head + newline + ("" if _UNDECIDED.fullmatch(line) else line)
+        if _UNDECIDED.fullmatch(line):
+            return _blocks(_PARSER.parse(head + newline))
+        blocks = _blocks(_PARSER.parse(self._source))
+        if not blocks or blocks[-1][0].type in ("fence", "code_block"):
+            return blocks
+        # Bold and code that have begun look so from their first letter on.
+        line = _OPENING.sub("", line)
+        if line.count("`") % 2:
+            line += "`"
+        if line.count("**") % 2:
+            line = line.rstrip(" *") + "**"
+        return _blocks(_PARSER.parse(head + newline + line))
 
     def _finish(self, rows: list[str]) -> list[str]:
         """Of a block's rows, those that were not printed before."""
