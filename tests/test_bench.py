@@ -7,6 +7,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,16 @@ def test_repeated_sampling_shares_its_prompts() -> None:
 def test_a_users_own_workload(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": [5, 6], "max_tokens": 3}\n\n{"prompt": [7]}\n')
-    assert workloads.from_file(path, None) == [[Turn([5, 6], 3, False)], [Turn([7], 256, False)]]
+    assert workloads.from_file(path, None, 300) == [[Turn([5, 6], 3, False)], [Turn([7], 256, False)]]
+
+
+def test_a_text_may_have_any_character_in_it(tmp_path: Path) -> None:
+    path, words = tmp_path / "mine.jsonl", "one\u2028two\x85three"
+    path.write_text(json.dumps({"prompt": words}, ensure_ascii=False) + "\r\n" + '{"prompt": "four"}', encoding="utf-8")
+    read: list[str] = []
+    tokenizer: Any = SimpleNamespace(encode=lambda text: [len(read), read.append(text) or 1])
+    assert len(workloads.from_file(path, tokenizer, 300)) == 2
+    assert read == [words, "four"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +105,11 @@ def test_a_users_own_workload(tmp_path: Path) -> None:
         ('{"prompt": [1], "temperature": 1}', "line 2: a request is"),
         ('{"prompt": []}', "line 2: a prompt is"),
         ('{"prompt": ["a"]}', "line 2: a prompt is"),
+        ('{"prompt": [true]}', "line 2: a prompt is"),
+        ('{"prompt": [1, -1]}', "line 2: a prompt is"),
+        ('{"prompt": [300]}', "line 2: a prompt is text or a list of token ids below 300"),
         ('{"prompt": [1], "max_tokens": 0}', "line 2: max_tokens must be"),
+        ('{"prompt": [1], "max_tokens": true}', "line 2: max_tokens must be"),
         ('{"prompt": "text"}', "line 2: the prompt is text"),
     ],
 )
@@ -103,7 +117,7 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, message: 
     path = tmp_path / "mine.jsonl"
     path.write_text(f'{{"prompt": [5]}}\n{line}\n')
     with pytest.raises(ConfigError, match=message):
-        workloads.from_file(path, None)
+        workloads.from_file(path, None, 300)
 
 
 # --- figures ---

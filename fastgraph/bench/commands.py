@@ -102,4 +102,4 @@ def _workload(llm: LLM, workload: str, requests: int | None, seed: int) -> Workl
     if workload in _SEEDED:
         build, counted = _SEEDED[workload]
         return build(seed=seed, **({counted: requests} if requests else {}))
-    return workloads.from_file(Path(workload), llm.tokenizer)[:requests]
+    return workloads.from_file(Path(workload), llm.tokenizer, llm.limits.vocab)[:requests]

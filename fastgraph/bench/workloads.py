@@ -68,24 +68,26 @@ def multi_turn(
     return [[Turn(_ids(chance, later if turn else first), n_out) for turn in range(turns)] for _ in range(sessions)]
 
 
-def from_file(path: Path, tokenizer: Tokenizer | None) -> Workload:
+def from_file(path: Path, tokenizer: Tokenizer | None, vocab: int) -> Workload:
     """A user's requests, one JSON object a line: `{"prompt": text or token ids, "max_tokens": n}`.
 
     Answers end where the model ends them. Raises `ConfigError` that names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # and at nothing else, which a text may have in it
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the workload {path} cannot be read: {error}") from error
     sessions = [
-        [_turn(f"{path}, line {number}", line, tokenizer)] for number, line in enumerate(lines, 1) if line.strip()
+        [_turn(f"{path}, line {number}", line, tokenizer, vocab)]
+        for number, line in enumerate(lines, 1)
+        if line.strip()
     ]
     if not sessions:
         raise ConfigError(f"the workload {path} has no requests in it")
     return sessions
 
 
-def _turn(where: str, line: str, tokenizer: Tokenizer | None) -> Turn:
+def _turn(where: str, line: str, tokenizer: Tokenizer | None, vocab: int) -> Turn:
     try:
         entry: Any = json.loads(line)
     except ValueError as error:
@@ -93,14 +95,14 @@ def _turn(where: str, line: str, tokenizer: Tokenizer | None) -> Turn:
     if not isinstance(entry, dict) or not entry.keys() <= {"prompt", "max_tokens"} or "prompt" not in entry:
         raise ConfigError(f'{where}: a request is {{"prompt": text or token ids, "max_tokens": number}}')
     prompt, limit = entry["prompt"], entry.get("max_tokens", _DEFAULT_MAX_TOKENS)
-    if not isinstance(limit, int) or limit < 1:
+    if type(limit) is not int or limit < 1:
         raise ConfigError(f"{where}: max_tokens must be a positive whole number, not {limit!r}")
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ConfigError(f"{where}: the prompt is text, and this model was loaded without a tokenizer")
         prompt = tokenizer.encode(prompt)
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(i, int) for i in prompt):
-        raise ConfigError(f"{where}: a prompt is text or a list of token ids, and not empty")
+    if not isinstance(prompt, list) or not prompt or not all(type(i) is int and 0 <= i < vocab for i in prompt):
+        raise ConfigError(f"{where}: a prompt is text or a list of token ids below {vocab}, and not empty")
     return Turn(prompt, limit, ignore_eos=False)
 
 
