@@ -124,16 +124,16 @@ def _completer() -> Completer:
             if not text.startswith("/") or "\n" in text:
                 return
             if not space:
-                yield from (Completion(c, -len(text)) for c in COMMANDS if c.startswith(name.lower()))
+                for command_name, command in COMMANDS.items():
+                    if command_name.startswith(name.lower()):
+                        yield Completion(command_name, -len(text), display_meta=command.help)
                 return
-            command = COMMANDS.get(name.lower())
-            if command is None:
-                return
-            if command.words is None:
+            words = COMMANDS[name.lower()].words if name.lower() in COMMANDS else ()
+            if words is None:
                 argument = argument.lstrip()
                 yield from self._files.get_completions(Document(argument, len(argument)), complete_event)
             else:
                 last = argument.rpartition(" ")[2]
-                yield from (Completion(word, -len(last)) for word in command.words if word.startswith(last))
+                yield from (Completion(word, -len(last)) for word in words if word.startswith(last))
 
     return CommandCompleter()

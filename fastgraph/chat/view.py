@@ -24,8 +24,8 @@ NEARLY_FULL = 0.8  # share of the context from which on it is warned of
 _GAUGE = 8  # letters of the gauge
 _FOLDED_ROWS = 5  # of thoughts while they come
 
-# HTML and addresses for footnotes are text like any other here; the parser would leave them out.
-_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
+# HTML, images and addresses for footnotes are text like any other here; the parser would leave them out.
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable(["reference", "image"])
 # The beginning of a line that may yet turn out to be text or to change what stands above it.
 _UNDECIDED = re.compile(r"[\s>#*+\-=_`~|:\d.)]*")
 _OPENING = re.compile(r"(?<!\S)[*`]+$")
