@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +28,7 @@ from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.trace import Trace, replay
 from fastgraph.errors import ConfigError, EngineDied, FastgraphWarning, TraceError
 
+ROOT = Path(__file__).parent.parent
 TIGHT = Limits(slots=4, pages=12, page_size=4, max_model_len=49, max_step_tokens=24, vocab=VOCAB)
 
 
@@ -291,6 +296,29 @@ def test_from_load_model_to_the_command_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["replay", str(path)])
     assert result.exit_code == 1
     assert "plan.number is 1 now, and 8 in the log" in result.output
+
+
+def test_ctrl_c_loses_nothing(tmp_path: Path) -> None:
+    shape, path = tmp_path / "tiny.json", tmp_path / "trace.jsonl"
+    shape.write_text(json.dumps({**TINY, "max_position_embeddings": 8192}))
+    code = (
+        "import sys, fastgraph\n"
+        "options = dict(load_format='dummy', device='cpu', compile='off', kv_pages=5000, trace=sys.argv[2])\n"
+        "with fastgraph.load_model(sys.argv[1], **options) as llm:\n"
+        "    print('ready', flush=True)\n"
+        "    llm.generate([[1, 2, 3]] * 6, max_tokens=8000)\n"
+    )
+    command = [sys.executable, "-c", code, str(shape), str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+    found = replay(str(path))
+    assert (found.requests, found.aborts, found.whole, found.difference) == (6, 6, True, None)
+    assert found.steps > 10
+    assert events(path)[-1][0] == "end"
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_a_model_is_loaded() -> None:
