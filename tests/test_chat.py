@@ -97,7 +97,7 @@ def assert_nobody_holds_pages(llm: fastgraph.LLM) -> None:
 
 
 def test_a_dialogue_in_a_terminal(tmp_path: Path) -> None:
-    screen = Terminal([*FASTGRAPH, "chat", *SMALL, "--temperature", "0", "--max-tokens", "60"], tmp_path)
+    screen = Terminal([*FASTGRAPH, "chat", *SMALL, "--temperature", "0", "--max-tokens", "60"], tmp_path, EDITOR="true")
     assert "SmolLM2-135M-Instruct" in screen.ready()
 
     answer = screen.say("What is the capital of France?")
@@ -110,29 +110,43 @@ def test_a_dialogue_in_a_terminal(tmp_path: Path) -> None:
     assert hits
     assert 0 < int(hits[2]) < int(hits[1])
 
-    # Ctrl-C in mid-answer: the answer stops, the chat goes on.
+    # A resize and Ctrl-C in mid-answer: the answer stops, the chat goes on.
     before = screen.ready()
     question = "Write a long story about a dragon."
     screen.process.send(question + "\r")
     screen.until(lambda text: len(text) > len(before) + len(question) + 10)
+    screen.resize(60, 30)
     screen.process.sendintr()
     assert "stopped" in screen.ready()[len(before) :]
 
-    # While a long question is being read, too; nothing of it is kept then.
-    (tmp_path / "long.txt").write_text("one word and another " * 400)
-    screen.say("/read long.txt")
+    # Ctrl-C while a long question is being read: nothing of it is kept.
     before = screen.ready()
-    screen.process.send("Summarise.\r")
+    pasted = "".join(f"line {i}, one word and another\n" for i in range(200))
+    screen.process.send(f"\x1b[200~{pasted}\x1b[201~")
+    screen.until(lambda text: text.endswith("line 199, one word and another"))
+    screen.process.send("\r")
     screen.until(lambda text: text.endswith("…"))
     screen.process.sendintr()
     assert "stopped · 0 tokens" in screen.ready()[len(before) :]
-
-    assert "forgotten: long.txt" in screen.say("/undo")
+    assert "forgotten: line 0, one word" in screen.say("/undo")
     assert "forgotten: Write a long story" in screen.say("/undo")
+
+    assert "nothing was changed" in screen.say("/edit")
+    assert "on the clipboard" in screen.say("/copy")
+    assert "without thoughts" in screen.say("/think")
+    assert "SmolLM2-135M-Instruct, context 8192" in screen.say("/model")
+    assert "temperature=0.0" in screen.say("/set")
+    assert "max_tokens=20" in screen.say("/set max_tokens=20")
+    assert "did you mean /help" in screen.say("/hepl")
+    assert "Alt-Enter" in screen.say("/help")
     assert "1 turn in talk.json" in screen.say("/save talk.json")
     assert "new conversation" in screen.say("/clear")
     assert "1 turn from talk.json" in screen.say("/load talk.json")
     assert "Paris" in screen.say("/retry")
+    (tmp_path / "notes.txt").write_text("The secret word is tangerine.")
+    assert "goes with your next message" in screen.say("/read notes.txt")
+    assert "the system prompt: Answer in one word." in screen.say("/system Answer in one word.")
+    assert "TTFT" in screen.say("What is the secret word?")
 
     screen.process.send("/exit\r")
     assert screen.code() == 0
