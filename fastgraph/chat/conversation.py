@@ -137,14 +137,11 @@ class Conversation:
         """Forget everything but the system prompt."""
         self.messages, self.question, self.left_out = [], None, 0
 
-    def undo(self) -> bool:
-        """Forget the last question, and its answer if it has one. False if there is none."""
-        if self.last_question is None:
-            return False
+    def undo(self) -> None:
+        """Forget the last question, and its answer if it has one."""
         if self.question is None:
             del self.messages[-2:]
         self.question, self.left_out = None, 0
-        return True
 
     def ask(self, question: str, show: Show, *, again: bool = False) -> Reply:
         """Have a question answered. Ctrl-C ends the answer, and what came of it is kept.
