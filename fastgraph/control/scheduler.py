@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import isnan
 
 import numpy as np
 
+from fastgraph.control.draft import Draft
 from fastgraph.control.forecast import Forecast, peak
 from fastgraph.control.pages import PagePool
 from fastgraph.control.plan import Admission, Int32, Limits, Logprobs, PrefillSpan, StepPlan, StepResult
@@ -49,16 +50,6 @@ class Output:
     logprobs: Logprobs | None  # a row per new token
     finish_reason: FinishReason | None
     past: Past
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What a plan is made of, while it is being made."""
-
-    admissions: list[Admission] = field(default_factory=list)
-    page_writes: list[Int32] = field(default_factory=list)  # each [pages, 3], as in the plan
-    restores: list[Int32] = field(default_factory=list)  # each [pages, 2], as in the plan
-    spans: list[PrefillSpan] = field(default_factory=list)
 
 
 def check(request: Request, limits: Limits) -> None:
@@ -188,15 +179,7 @@ class Scheduler:
         self.table.scheduled[slots] += 1
         self._planned += 1
         snapshots, self._snapshots = self._snapshots, []
-        return StepPlan(
-            self._planned,
-            tuple(draft.admissions),
-            _joined(draft.page_writes, 3),
-            slots,
-            tuple(draft.spans),
-            _joined(snapshots, 2),
-            _joined(draft.restores, 2),
-        )
+        return draft.plan(self._planned, slots, snapshots)
 
     def _make_room(self, slots: Int32) -> bool:
         """Retract requests until every decoding slot that needs a page can have one.
@@ -257,6 +240,14 @@ class Scheduler:
         self.table.capacity[slots] += counts * self.limits.page_size
         return np.stack([np.repeat(slots, counts), index, pages], axis=1).astype(np.int32)
 
+    def _extend(self, state: Prefilling, tokens: int, draft: Draft) -> None:
+        """`_grow` for one slot, which is to hold `tokens`."""
+        slot, lease, size = state.resources.slot, state.resources.lease, self.limits.page_size
+        held = len(lease)
+        self.pool.grow([lease], np.array([-(-tokens // size) - held]))
+        self.table.capacity[slot] = len(lease) * size
+        draft.write_pages(slot, held, lease.pages[held:])
+
     def _prefill(self, budget: int, draft: Draft) -> None:
         """Fill the step's token budget from the head of the queue. The head is never overtaken."""
         while head := self.queue.head:
@@ -271,9 +262,7 @@ class Scheduler:
             state = self.states[head.request_id]
             assert isinstance(state, Prefilling)
             span, slot = self.queue.bite(tokens), state.resources.slot
-            missing = -(-span.stop // self.limits.page_size) - len(state.resources.lease)
-            if missing > 0:
-                draft.page_writes.append(self._grow(np.array([slot], np.int32), np.array([missing], np.int32)))
+            self._extend(state, span.stop, draft)
             samples = span.stop == int(self.table.known[slot])
             ids = self.table.tokens[slot, span.start : span.stop].copy()
             draft.spans.append(PrefillSpan(slot, span.start, ids, samples))
@@ -314,14 +303,13 @@ class Scheduler:
             return 0
         slot = self._free_slots.pop()
         self.table.admit(slot, state, span.start, cached)
-        draft.page_writes.append(np.array([(slot, *entry) for entry in enumerate(found)], np.int32).reshape(-1, 3))
         lease = self.pool.share(found)
+        draft.write_pages(slot, 0, lease.pages)
         if isinstance(state, Retracted):
             saved = state.saved.pages[len(found) :]
-            self.states[request.id] = restore(state, slot, lease)
-            writes = self._grow(np.array([slot], np.int32), np.array([len(saved)], np.int32))
-            draft.page_writes.append(writes)
-            draft.restores.append(np.stack([saved, writes[:, 2]], axis=1))
+            self.states[request.id] = restored = restore(state, slot, lease)
+            self._extend(restored, span.start, draft)
+            draft.restores.append(np.stack([saved, restored.resources.lease.pages[len(found) :]], axis=1))
         else:
             self.states[request.id] = admit(state, slot, lease)
         if not state.past.admitted:
@@ -342,10 +330,13 @@ class Scheduler:
         slots = np.flatnonzero(table.decoding)
         if not len(slots):
             return True
-        prompt = len(state.request.prompt)
+        prompt, longest = len(state.request.prompt), state.request.max_length
+        all_of_it = table.limit[slots].sum() - table.capacity[slots].sum() + longest - prompt + tokens
+        if all_of_it // size + len(slots) + 1 <= room:
+            return True  # most often, and soon said
         own = np.append(table.scheduled[slots] - table.shared[slots], tokens)
         generated = np.append(table.known[slots] - table.prompt[slots], len(state.answer))
-        most = np.append(table.limit[slots] - table.prompt[slots], state.request.max_length - prompt)
+        most = np.append(table.limit[slots] - table.prompt[slots], longest - prompt)
         held = int((table.capacity[slots] - table.shared[slots]).sum()) // size
         return peak(own, self.forecast.left(generated, most, size), size) <= held + room
 
@@ -378,8 +369,3 @@ class Scheduler:
         if reason is not None:
             self._finish(state)
         return Output(request_id, tokens, logprobs, reason, self.table.past(slot))
-
-
-def _joined(parts: list[Int32], width: int) -> Int32:
-    """[pages, width], of which there may be none."""
-    return np.concatenate([np.empty((0, width), np.int32), *parts])
