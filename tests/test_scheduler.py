@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulated import make_request, uninterrupted
 
 from fastgraph.control.plan import Limits
+from fastgraph.control.policy import first_come
 from fastgraph.control.states import Request
 
 SOAK = float(os.environ.get("FASTGRAPH_SOAK", "1"))  # times the usual number of events
@@ -113,14 +114,19 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 AnyHistory.TestCase.settings = settings(
-    max_examples=int(120 * SOAK), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=int(80 * SOAK), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestAnyHistory = AnyHistory.TestCase
 
 
+def shortest_first(request: Request) -> float:
+    return len(request.prompt)
+
+
 def walk(chance: random.Random, events: int) -> Driver:
     """The same by chance, which is faster, so that it goes further; everything is checked after every event."""
-    driver = Driver(draw_limits(chance.randint), chance.randint(0, 3), careless=chance.random() < 0.7)
+    policy = first_come if chance.random() < 0.6 else shortest_first
+    driver = Driver(draw_limits(chance.randint), chance.randint(0, 3), policy, careless=chance.random() < 0.7)
     crowd = chance.choice([2, 6, 20])  # requests at once
     for _ in range(events):
         die = chance.random()
