@@ -10,6 +10,7 @@ import numpy as np
 from simulated import Pending, SimulatedDevice, digest_of, uninterrupted
 
 from fastgraph.control.forecast import Forecast
+from fastgraph.control.pages import Lease
 from fastgraph.control.plan import NULL_PAGE, Admission, Int32, Limits, StepPlan
 from fastgraph.control.policy import Policy, first_come
 from fastgraph.control.scheduler import Output, Scheduler
@@ -26,8 +27,9 @@ def limits_of(
     max_step_tokens: int = 16,
     prefix_cache: bool = True,
     host_pages: int = 0,
+    window: int = 0,
 ) -> Limits:
-    return Limits(slots, pages, page_size, max_model_len, max_step_tokens, VOCAB, prefix_cache, host_pages)
+    return Limits(slots, pages, page_size, max_model_len, max_step_tokens, VOCAB, prefix_cache, host_pages, window)
 
 
 class Careless(Forecast):
@@ -53,8 +55,19 @@ class Driver:
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.ended: dict[int, FinishReason] = {}
+        self.dropped = 0  # times pages behind the window came back
+        self._count_drops()
         self.evicted = 0  # pages that the prefix cache gave up for others
         self.left = 0  # steps within which all must end, if nothing more is submitted
+
+    def _count_drops(self) -> None:
+        pool, drop = self.scheduler.pool, self.scheduler.pool.drop
+
+        def counting(lease: Lease, count: int) -> bool:
+            self.dropped += (some := drop(lease, count))
+            return some
+
+        setattr(pool, "drop", counting)  # noqa: B010 - a method of one object
 
     @property
     def live(self) -> list[int]:
@@ -199,7 +212,9 @@ class Driver:
         scheduler, pool = self.scheduler, self.scheduler.pool
         states = scheduler.states
         holding = [s for s in states.values() if isinstance(s, (Prefilling, Decoding, Finishing))]
-        held = Counter(page for state in holding for page in state.resources.lease.pages.tolist())
+        leases = [state.resources.lease for state in holding]
+        assert all(not lease.pages[: lease.dropped].any() for lease in leases)
+        held = Counter(page for lease in leases for page in lease.pages[lease.dropped :].tolist())
         assert pool.free + pool.leased + pool.cached == pool.total == self.limits.pages
         assert {page: count for page, count in enumerate(pool._holders.tolist()) if count} == held
         cached = list(pool.tree._unused)

@@ -110,8 +110,8 @@ class SimulatedDevice:
         self.sampled: list[Sampled] = []
         self.plans: list[StepPlan] = []
         self.shut_down = False
-        # With copies of the plan's arrays, and the pages that the step may read or write.
-        self._in_flight: deque[tuple[Pending, list[Int32], set[int]]] = deque()
+        # With copies of the plan's arrays, and those whose pages the step may read or write.
+        self._in_flight: deque[tuple[Pending, list[Int32], list[Tenant]]] = deque()
         self._tenants: dict[int, Tenant] = {}
         self._admitted = 0
         self._owner: dict[int, int] = {}  # of a page: the number of the tenant who may write it
@@ -147,8 +147,8 @@ class SimulatedDevice:
         self.computed += plan.tokens
         outcome = self._sample([tenant for tenant, samples in rows if samples], plan)
         pending = Pending(self, plan, outcome)
-        pages = {page for tenant, _ in rows for page in tenant.pages}
-        self._in_flight.append((pending, [array.copy() for array in arrays_of(plan)], pages))
+        tenants = [tenant for tenant, _ in rows]
+        self._in_flight.append((pending, [array.copy() for array in arrays_of(plan)], tenants))
         self.plans.append(plan)
         return pending
 
@@ -200,8 +200,10 @@ class SimulatedDevice:
         assert index == len(tenant.pages), "a page table grows at its end"
         assert index * self.limits.page_size < self.limits.max_model_len
         if restored or index * self.limits.page_size >= tenant.admission.computed:
-            for _, _, pages in self._in_flight:
-                assert page not in pages, "a page is used again while a step that may write it is in flight"
+            for tenants in (tenants for _, _, tenants in self._in_flight):
+                for other in tenants:  # what is behind its window, no later step reads or writes
+                    busy = other.pages[self._seen(other, other.length + 1) :]
+                    assert page not in busy, "a page is used again while a step that may write it is in flight"
             self._owner[page] = tenant.number
             self._life[page] += 1
         else:  # shared: to be read alone
@@ -232,7 +234,10 @@ class SimulatedDevice:
 
     def _compute(self, tenant: Tenant, ids: Sequence[int]) -> None:
         """Write the tokens' "keys and values": the token, where it stands, and what attention sees before it."""
-        digest = int(self._cells_of(tenant)[-1, 2]) if tenant.length else 0
+        first = self._seen(tenant, tenant.length + 1)
+        seen = first * self.limits.page_size
+        assert self._cells_of(tenant)[seen:, 0].tolist() == tenant.history[seen : tenant.length], "the window is gone"
+        digest = int(self._cells_of(tenant)[-1, 2]) if tenant.length > seen else digest_of(tenant.history[:seen])
         for token in ids:
             index, offset = divmod(tenant.length, self.limits.page_size)
             assert index < len(tenant.pages), "a token has no page"
@@ -241,16 +246,23 @@ class SimulatedDevice:
             digest = digest_of([token], digest)
             self.cells[tenant.pages[index], offset] = token, tenant.length, digest
             tenant.length += 1
-        assert tenant.lives == [self._life[page] for page in tenant.pages], "a page was given away while it was in use"
+        assert tenant.lives[first:] == [self._life[page] for page in tenant.pages[first:]], (
+            "a page was given away while it was in use"
+        )
 
     def _read(self, tenant: Tenant) -> list[int]:
-        """The sequence so far, as attention finds it."""
-        cells = self._cells_of(tenant)
-        assert len(cells) == tenant.length, "a position has no page"
+        """The sequence so far, as attention finds it: what is behind the window, it never looks at."""
+        seen = self._seen(tenant, tenant.length) * self.limits.page_size
+        cells = self._cells_of(tenant)[seen:]
+        assert len(cells) == tenant.length - seen, "a position has no page"
         assert (cells != NOTHING).all(), "a position is read that was never written"
-        assert (cells[:, 1] == np.arange(tenant.length)).all()
+        assert (cells[:, 1] == np.arange(seen, tenant.length)).all()
         assert cells[-1, 2] == digest_of(tenant.history[: tenant.length]), "written after other tokens than these"
-        return [int(token) for token in cells[:, 0]]
+        return [*tenant.history[:seen], *(int(token) for token in cells[:, 0])]
+
+    def _seen(self, tenant: Tenant, length: int) -> int:
+        """The first page that the last token of a sequence of `length` looks back to."""
+        return max(0, length - self.limits.window) // self.limits.page_size if self.limits.window else 0
 
     def _cells_of(self, tenant: Tenant) -> NDArray[np.int64]:
         """[length, 3]"""

@@ -227,6 +227,21 @@ def test_a_saved_checkpoint_answers_as_transformers_does(tmp_path: Path, name: s
         torch.testing.assert_close(found, logits.log_softmax(-1).topk(20).values, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_pages_behind_the_window_serve_other_requests_meanwhile(tmp_path: Path, prefix_cache: bool) -> None:
+    write_checkpoint(tmp_path, "mistral-window")
+    prompts = [tokens(seed, 25) for seed in range(4)]
+    # Together they come to 296 tokens, and are 4 * 13 tokens long for whoever looks back 13.
+    limits = {"max_decode_bs": 4, "page_size": 4, "max_step_tokens": 16, "max_model_len": 76, "kv_pages": 52}
+    small = {**limits, "prefix_cache": prefix_cache}
+    with fastgraph.load_model(str(tmp_path), device="cpu", compile="off", dtype="float32", **small) as llm:
+        answers = llm.generate(prompts, max_tokens=49, ignore_eos=True, temperature=0.0)
+        assert llm.stats()["preemptions"] == 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = reference(CONFIGS["mistral-window"], prompt, answer.token_ids)[len(prompt) - 1 : -1]
+        assert answer.token_ids == logits.argmax(-1).tolist()
+
+
 def test_the_text_part_of_a_gemma3_that_sees_answers_as_transformers_does(tmp_path: Path) -> None:
     eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     seeing = Gemma3Config(

@@ -31,7 +31,14 @@ def draw_limits(draw: Draw) -> Limits:
     size, slots, pages = draw(1, 4), draw(1, 4), draw(1, 12)
     longest = (pages * size + 1, 24)[draw(0, 1)]
     return limits_of(
-        slots, pages, size, max(longest, 2), slots + size + draw(0, 8), draw(0, 3) > 0, host_pages=max(draw(-4, 12), 0)
+        slots,
+        pages,
+        size,
+        max(longest, 2),
+        slots + size + draw(0, 8),
+        prefix_cache=draw(0, 3) > 0,
+        host_pages=max(draw(-4, 12), 0),
+        window=max(draw(-9, 9), 0),
     )
 
 
@@ -154,13 +161,14 @@ def walk(chance: random.Random, events: int) -> Driver:
 @pytest.mark.parametrize("part", range(10))
 def test_ten_thousand_events_by_chance(part: int) -> None:
     chance = random.Random(part)
-    seen = {"preemptions": 0, "hits": 0, "restores": 0, "evictions": 0}
+    seen = {"preemptions": 0, "hits": 0, "restores": 0, "evictions": 0, "drops": 0}
     for _ in range(int(50 * SOAK)):
         driver = walk(chance, 200)
         seen["preemptions"] += driver.scheduler.preemptions
         seen["hits"] += driver.scheduler.prefix_hit_tokens
         seen["restores"] += sum(len(plan.restores) for plan in driver.device.plans)
         seen["evictions"] += driver.evicted
+        seen["drops"] += driver.dropped
     assert all(count > 20 for count in seen.values()), seen
 
 
@@ -173,7 +181,9 @@ def test_a_request_gets_the_same_tokens_whatever_the_limits(data: st.DataObject)
     for _ in range(3):
         size, slots = draw(1, 4), draw(1, 5)
         pages = -(-12 // size) + draw(0, 20)
-        limits = limits_of(slots, pages, size, 13, slots + size + draw(0, 20), draw(0, 1) > 0, draw(0, 8))
+        limits = limits_of(
+            slots, pages, size, 13, slots + size + draw(0, 20), draw(0, 1) > 0, draw(0, 8), max(draw(-5, 8), 0)
+        )
         driver = Driver(limits, draw(0, 3))
         for request in requests:
             driver.submit(request)
@@ -195,3 +205,23 @@ def test_pressure_that_preempts_over_and_over_changes_no_token(depth: int, host_
     assert driver.scheduler.preemptions > 10
     assert {driver.ended[i] for i in driver.ended} == {"stop", "length"}
     assert any(len(plan.restores) for plan in driver.device.plans) == (host_pages > 0)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_what_is_behind_the_window_of_a_long_request_makes_room_for_others(depth: int, prefix_cache: bool) -> None:
+    """Eight requests of 70 tokens would need 144 pages; with a window of 8 tokens, a fraction of them is enough."""
+    most = {}
+    for window in (0, 8):
+        driver = Driver(limits_of(8, 72, 4, 80, 32, prefix_cache, window=window), depth)
+        for number in range(1, 9):
+            driver.submit(make_request(number, 30, 40))
+        most[window] = 0
+        while driver.live:
+            driver.step()
+            most[window] = max(most[window], driver.scheduler.running)
+        driver.finish()
+    assert most[0] < 8
+    assert most[8] == 8
+    assert driver.scheduler.preemptions == 0
+    assert driver.dropped > 20  # each time several pages

@@ -38,13 +38,16 @@ class Forecast:
         return left
 
 
-def peak(tokens: Int32, left: Int32, page_size: int) -> float:
+def peak(tokens: Int32, left: Int32, page_size: int, largest: int = 0) -> float:
     """Pages that requests need at the worst moment, if each holds `tokens` now and ends after `left` more: [requests].
 
     It comes when one of them is about to end: those with more left are still there, each grown by as much. After
     "Past-Future Scheduler for LLM Serving under SLA Guarantees" (arXiv:2507.10150), which shows that this sees far
-    more room than the sum of the final lengths.
+    more room than the sum of the final lengths. `largest` > 0 is what a request holds at most, since it gives back what
+    it has no more use for; then it is the sum of what they grow to.
     """
+    if largest:
+        tokens, left = np.minimum(tokens + left, largest), np.zeros_like(left)
     order = np.argsort(-left, kind="stable")
     still_there = np.arange(1, len(order) + 1)
     needed = (np.cumsum(tokens[order]) + still_there * left[order]) / page_size + still_there  # a last page each

@@ -14,15 +14,16 @@ from fastgraph.errors import DeadLease
 class Lease:
     """The right to use some pages. Held by exactly one request state; a transition moves it to the next.
 
-    The first `published` pages are in the prefix tree: other leases may share them, and nobody writes them again.
+    The first `published` pages are in the prefix tree: other leases may share them, and nobody writes them again. Of
+    the first `dropped` pages only the places are left, with the null page in them.
     """
 
-    __slots__ = ("_pages", "_pool", "published")
+    __slots__ = ("_pages", "_pool", "dropped", "published")
 
-    def __init__(self, pool: PagePool, pages: Int32, published: int) -> None:
+    def __init__(self, pool: PagePool, pages: Int32, published: int, dropped: int = 0) -> None:
         self._pool = pool
         self._pages: Int32 | None = pages
-        self.published = published
+        self.published, self.dropped = published, dropped
 
     @property
     def pages(self) -> Int32:
@@ -37,12 +38,12 @@ class Lease:
     def move(self) -> Lease:
         """The same pages under a new lease; this one is dead."""
         pages, self._pages = self.pages, None
-        return Lease(self._pool, pages, self.published)
+        return Lease(self._pool, pages, self.published, self.dropped)
 
     def release(self) -> None:
         """Give the pages back; this lease is dead."""
         pages, self._pages = self.pages, None
-        self._pool._give(pages)
+        self._pool._give(pages[self.dropped :])
 
 
 class PagePool:
@@ -105,6 +106,19 @@ class PagePool:
             lease._pages = np.concatenate([pages, taken[start : start + count]])
             start += count
         return taken
+
+    def drop(self, lease: Lease, count: int) -> bool:
+        """Give back the first `count` pages of a lease, which nobody reads through it any more. False: none yet.
+
+        The published ones go all at once: the tree wants that a page outlives those that follow it.
+        """
+        if count <= max(lease.dropped, lease.published):
+            return False
+        pages = lease.pages.copy()
+        self._give(pages[lease.dropped : count])
+        pages[:count] = NULL_PAGE
+        lease._pages, lease.dropped = pages, count
+        return True
 
     def publish(self, lease: Lease, keys: Sequence[bytes], step: int) -> None:
         """Let others find the pages after the lease's published ones, which `step` or an earlier one writes.

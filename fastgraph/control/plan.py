@@ -30,6 +30,7 @@ class Limits:
     vocab: int  # ids that may be sampled or prompted
     prefix_cache: bool = True  # whether a prompt's pages may serve another one that begins alike
     host_pages: int = 0  # pages of host memory that retracted requests may be saved to
+    window: int = 0  # tokens that each layer looks back, itself included; 0 is all
 
     @property
     def pool_tokens(self) -> int:

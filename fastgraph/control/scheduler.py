@@ -10,7 +10,7 @@ import numpy as np
 
 from fastgraph.control.draft import Draft
 from fastgraph.control.forecast import Forecast, peak
-from fastgraph.control.pages import PagePool
+from fastgraph.control.pages import Lease, PagePool
 from fastgraph.control.plan import Admission, Int32, Limits, Logprobs, PrefillSpan, StepPlan, StepResult
 from fastgraph.control.policy import Policy, first_come
 from fastgraph.control.prefix import page_keys
@@ -150,10 +150,11 @@ class Scheduler:
 
     def _publish(self, state: Running, step: int) -> None:
         """Let other requests find the full pages that `step` and those before it write."""
-        if self.limits.prefix_cache:
-            lease, size = state.resources.lease, self.limits.page_size
-            tokens = self.table.written(state.resources.slot)[lease.published * size :]
-            self.pool.publish(lease, page_keys(tokens, size), step)
+        lease, size = state.resources.lease, self.limits.page_size
+        if self.limits.prefix_cache and not lease.dropped:
+            # Past a window's length pages are given back while others follow them, which the tree does not allow.
+            tokens = self.table.written(state.resources.slot)[: self.limits.window or None]
+            self.pool.publish(lease, page_keys(tokens[lease.published * size :], size), step)
 
     def _release_landed(self) -> None:
         """Free what finished requests held, once no step in flight can write it."""
@@ -168,7 +169,8 @@ class Scheduler:
         """The next step, or None when there is nothing to do until a step in flight lands or a request comes."""
         draft = Draft()
         slots = self.table.ready()
-        if self.table.cramped(slots).size:
+        if (cramped := self.table.cramped(slots)).size:
+            self._drop_behind(cramped)
             if not self._make_room(slots):
                 return None
             slots = self.table.ready()
@@ -211,7 +213,7 @@ class Scheduler:
         self.table.retire(slot)
         self._free_slots.append(slot)
         self.preemptions += 1
-        if len(pages) <= self.host.free:
+        if len(pages) <= self.host.free and not state.resources.lease.dropped:
             saved = self.host.lease(len(pages))
             self._snapshots.append(np.stack([pages, saved.pages], axis=1))
             self._enqueue(save(state, answer, past, computed, saved), computed)
@@ -226,14 +228,22 @@ class Scheduler:
             ask[:] = 1
         return self._grow(cramped, ask)
 
+    def _lease(self, slot: int) -> Lease:
+        state = self.states[int(self.table.request_id[slot])]
+        assert isinstance(state, (Prefilling, Decoding))
+        return state.resources.lease
+
+    def _drop_behind(self, slots: Int32) -> None:
+        """Give back pages that no layer looks back to any more. Who gets them writes in a step after those that did."""
+        if window := self.limits.window:
+            behind = (self.table.scheduled[slots] + 1 - window) // self.limits.page_size
+            for slot, count in zip(slots.tolist(), behind.tolist(), strict=True):
+                if self.pool.drop(self._lease(slot), count):
+                    self.table.shared[slot] = count * self.limits.page_size
+
     def _grow(self, slots: Int32, counts: Int32) -> Int32:
         """Give running slots more pages. Returns the writes to their page tables: [pages, 3]."""
-        leases = []
-        for request_id in self.table.request_id[slots].tolist():
-            state = self.states[request_id]
-            assert isinstance(state, (Prefilling, Decoding))
-            leases.append(state.resources.lease)
-        pages = self.pool.grow(leases, counts)
+        pages = self.pool.grow([self._lease(slot) for slot in slots.tolist()], counts)
         held = self.table.capacity[slots] // self.limits.page_size
         first = np.cumsum(counts) - counts  # where in `pages` each slot's begin
         index = np.arange(len(pages)) + np.repeat(held - first, counts)
@@ -256,6 +266,7 @@ class Scheduler:
                 tokens = self._admit(state, head, budget, draft)
             else:
                 assert isinstance(state, Prefilling)
+                self._drop_behind(np.array([state.resources.slot]))
                 tokens = self._chunk(head, budget, len(state.resources.lease) + self.pool.available)
             if not tokens:
                 break
@@ -338,7 +349,10 @@ class Scheduler:
         generated = np.append(table.known[slots] - table.prompt[slots], len(state.answer))
         most = np.append(table.limit[slots] - table.prompt[slots], longest - prompt)
         held = int((table.capacity[slots] - table.shared[slots]).sum()) // size
-        return peak(own, self.forecast.left(generated, most, size), size) <= held + room
+        left = self.forecast.left(generated, most, size)
+        # A request grows until pages come back from behind the window, and no further.
+        largest = self.limits.window and self.limits.window * (1 + self.limits.prefix_cache) + PAGES_AHEAD * size
+        return peak(own, left, size, largest) <= held + room
 
     # --- results ---
 

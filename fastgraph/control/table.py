@@ -26,7 +26,8 @@ class SlotTable:
         self.known = np.zeros(rows, np.int32)
         self.scheduled = np.zeros(rows, np.int32)
         self.capacity = np.zeros(rows, np.int32)  # tokens that the slot's pages hold
-        self.shared = np.zeros(rows, np.int32)  # of these, tokens in pages that were found in the prefix tree
+        # Of these, tokens in pages that it need not have for itself: found in the prefix tree, or given back
+        self.shared = np.zeros(rows, np.int32)
         self.limit = np.zeros(rows, np.int32)  # tokens at which the request is complete
         self.stop_ids = np.full((rows, MAX_STOP_IDS), -1, np.int32)
         self.min_tokens = np.zeros(rows, np.int32)

@@ -152,7 +152,8 @@ def _limits(config: EngineConfig, shape: Any, vocab: int, device: torch.device) 
             f"max_step_tokens must be at least max_decode_bs + page_size = {slots + size}, so that a prompt can move "
             f"on beside a full batch; it is {step_tokens}"
         )
-    return Limits(slots, slots * -(-asked // size), size, asked, step_tokens, vocab)
+    window = getattr(shape, "lookback", 0)  # which the models have whose layers all look back the same window
+    return Limits(slots, slots * -(-asked // size), size, asked, step_tokens, vocab, window=window)
 
 
 def _fit_pages(
