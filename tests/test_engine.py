@@ -326,3 +326,15 @@ def test_two_thousand_requests_half_of_them_aborted_leave_the_rest_right_and_the
     scheduler = engine._loop.scheduler
     assert not scheduler.states
     assert (scheduler.pool.leased, scheduler.host.leased) == (0, 0)
+
+
+def test_an_answer_says_how_much_of_its_prompt_was_cached() -> None:
+    with running() as (engine, _):
+        first = ask(engine, [1, 2, 3] * 4, max_tokens=8)
+        answer = first.future.result(PATIENCE)
+        again = ask(engine, [1, 2, 3] * 4, seed=1)
+        longer = ask(engine, [1, 2, 3] * 4 + answer.token_ids + [5])
+        assert [ticket.future.result(PATIENCE).cached_tokens for ticket in (first, again, longer)] == [0, 8, 16]
+        assert outcome(longer) == expected(longer)
+        stats = engine.stats()
+        assert (stats["prompt_tokens"], stats["prefix_hit_tokens"]) == (12 + 12 + 21, 8 + 16)
