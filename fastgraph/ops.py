@@ -126,15 +126,25 @@ def linear(
 
 
 def experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, *, residual: Tensor | None = None
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    residual: Tensor | None = None,
+    biases: tuple[Tensor, Tensor] | None = None,
+    limit: float = 0.0,
 ) -> Tensor:
     """Routed SwiGLU experts: for each token, the weighted sum of what the experts that it was routed to make of it.
 
     x: [tokens, hidden]; gate_up: [experts, 2 * width, hidden], gates first; down: [experts, hidden, width];
     weights: [tokens, top_k] float32; ids: [tokens, top_k] int64, of experts, each token's all different; residual:
-    [tokens, hidden], added to the result. Returns [tokens, hidden].
+    [tokens, hidden], added to the result; biases: of gate_up [experts, 2 * width] and of down [experts, hidden].
+    `limit` > 0 makes the activation gpt-oss's: what is beyond the limit is cut, the gate is steeper, and up is raised
+    by 1. Returns [tokens, hidden].
     """
-    return _experts.experts(x, gate_up, down, weights, ids, residual)
+    return _experts.experts(x, gate_up, down, weights, ids, residual, *(biases or (None, None)), limit)
 
 
 def attention(
@@ -148,12 +158,14 @@ def attention(
     window: int = 0,
     rope: tuple[Tensor, Tensor] | None = None,
     norms: tuple[Norm, Norm] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v into the pages, attend causally over everything the row has there.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]. Returns [tokens, heads, head_dim].
     `window` > 0 lets a token see only itself and the `window - 1` before it. `rope` is cos and sin as in `rotary`;
-    `norms` are those of each head of q and of k, before it. Without them q and k are taken as they come.
+    `norms` are those of each head of q and of k, before it. Without them q and k are taken as they come. `sinks`,
+    [heads], are logits that take part in each softmax and whose share is lost (arXiv:2309.17453).
     """
     spare = cache.k.shape[-1] - q.shape[-1]  # by which the pages are wider than a head
     if rope is None or spare or not _has_kernels(q):  # a CPU's compiler fuses them
@@ -167,7 +179,7 @@ def attention(
     cos, sin = rope or (None, None)
     scales = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else (None, None, 0.0)
     rows = (batch.page_table, batch.lengths, batch.slots, batch.query_start, batch.positions, batch.token_slots)
-    y = _attention.attention(q, k, v, cos, sin, *scales, cache.k, cache.v, *rows, scale, window)
+    y = _attention.attention(q, k, v, cos, sin, *scales, cache.k, cache.v, *rows, scale, window, sinks)
     return y[..., :-spare] if spare else y
 
 

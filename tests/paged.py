@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgraph.loading.weights import sources_of
+from fastgraph.loading.weights import read, sources_of, stored
 from fastgraph.ops import Batch, LayerCache
 
 
@@ -17,11 +17,10 @@ def copy_weights(model: nn.Module, weights: Mapping[str, Any], state: Mapping[st
     """Fill `model` from a transformers state dict, and return the names that were used."""
     used: set[str] = set()
     for name, parameter in model.named_parameters():
-        given = sources_of(name, parameter, weights, state)
-        names = [name.removeprefix("1 + ") for name in given]
-        used.update(names)
+        sources = sources_of(name, parameter, weights, state)
+        used.update(name for source in sources for name in stored(source))
         with torch.no_grad():
-            parameter.copy_(torch.cat([state[n] for n in names]) + (1 if names != list(given) else 0))
+            parameter.copy_(torch.cat([read(source, state.__getitem__, parameter) for source in sources]))
     return used
 
 

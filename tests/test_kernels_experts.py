@@ -13,15 +13,27 @@ from fastgraph.kernels.experts import experts_reference
 
 
 def answer(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    residual: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float = 0.0,
 ) -> Tensor:
     """Token by token and expert by expert, in float64."""
     out = torch.zeros_like(x, dtype=torch.float64) if residual is None else residual.double()
     for token, chosen in enumerate(ids.tolist()):
         for place, expert in enumerate(chosen):
-            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
-            h = gate / (1 + torch.exp(-gate)) * up
-            out[token] += weights[token, place].double() * (down[expert].double() @ h)
+            both = gate_up[expert].double() @ x[token].double()
+            gate, up = (both if gate_up_bias is None else both + gate_up_bias[expert].double()).chunk(2)
+            if limit:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+            h = gate / (1 + torch.exp(-(1.702 if limit else 1) * gate)) * up
+            y = down[expert].double() @ h
+            out[token] += weights[token, place].double() * (y if down_bias is None else y + down_bias[expert].double())
     return out
 
 
@@ -65,6 +77,15 @@ def test_every_token_gets_the_weighted_sum_of_its_experts(name: str, kernel) -> 
     assert all(torch.equal(x, old) for x, old in zip(args, before, strict=True))
 
 
+@pytest.mark.parametrize("kernel", [experts.experts, experts_reference], ids=["triton", "reference"])
+def test_biases_and_the_activation_of_gpt_oss(kernel) -> None:
+    for tokens, count in ((1, 9), (3, 16), (25, 9)):
+        args = problem(routing(tokens, count, 3), count)
+        biases = randn(count, 40), randn(count, 24)
+        for rest in ((*biases, 0.0), (None, None, 0.7), (*biases, 0.7)):
+            assert error(kernel(*args, *rest), answer(*args, *rest)) < TOLERANCE
+
+
 @pytest.mark.parametrize("sizes", [(16, 32), (40, 24), (64, 130), (136, 65)])
 def test_sizes_that_are_no_multiples_of_the_tiles(sizes: tuple[int, int]) -> None:
     for tokens in (2, 20):
@@ -76,7 +97,7 @@ def test_sizes_that_are_no_multiples_of_the_tiles(sizes: tuple[int, int]) -> Non
 def test_blocks_of_every_height(rows: int) -> None:
     args = problem(routing(50, 4, 2), 4, 40, 72)
     plan = experts.TilePlan(rows, 32, 16, 4, 2)
-    assert error(experts._many(*args, plan), answer(*args)) < TOLERANCE
+    assert error(experts._many(experts._Call(*args, None, None, 0.0), plan), answer(*args)) < TOLERANCE
 
 
 def test_the_blocks_of_an_order_hold_every_row_once() -> None:

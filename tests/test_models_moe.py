@@ -1,9 +1,10 @@
-"""models/qwen3_moe.py and mixtral.py against transformers, in every variant of their configs and layout of weights."""
+"""Models with routed experts against transformers, in every variant of their configs and layout of their weights."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,21 @@ from model_helpers import (
     tokens,
 )
 from paged import Paged, Piece
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import fastgraph
 from fastgraph import models
 from fastgraph.errors import ModelError
 from fastgraph.loading.weights import WeightFiles, load_weights
-from fastgraph.models import mixtral, qwen3_moe
+from fastgraph.models import gpt_oss, mixtral, qwen3_moe
 
 QWEN = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GPT = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 13}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": TRAINED}
 
 CONFIGS = {
@@ -54,6 +57,13 @@ CONFIGS = {
     "mixtral-tied": MixtralConfig(**SIZES, **MIXTRAL, tie_word_embeddings=True),
     "mixtral-wide-heads": MixtralConfig(**SIZES, **MIXTRAL, head_dim=20),
     "mixtral-many-experts": MixtralConfig(**SIZES, **MIXTRAL | {"num_local_experts": 40}),
+    "gpt_oss": GptOssConfig(**SIZES, **GPT),
+    "gpt_oss-tight": GptOssConfig(**SIZES, **GPT, swiglu_limit=0.8),
+    "gpt_oss-many-experts": GptOssConfig(**SIZES, **GPT | {"num_local_experts": 40}),
+    "gpt_oss-windows-alone": GptOssConfig(**SIZES, **GPT, layer_types=["sliding_attention"] * 2),
+    "gpt_oss-no-windows": GptOssConfig(**SIZES, **GPT, layer_types=["full_attention"] * 2),
+    "gpt_oss-tied-unbiased": GptOssConfig(**SIZES, **GPT, tie_word_embeddings=True, attention_bias=False),
+    "gpt_oss-plain-rope": GptOssConfig(**SIZES, **GPT, rope_parameters={"rope_type": "default", "rope_theta": 3e3}),
 }
 
 
@@ -75,6 +85,8 @@ def test_logits_equal_transformers_in_every_kind_of_step(name: str) -> None:
         ("qwen3_moe", {"num_experts_per_tok": 2}),
         ("mixtral", {"num_experts_per_tok": 1}),
         ("mixtral-window", {"sliding_window": None}),
+        ("gpt_oss-tight", {"swiglu_limit": 7.0}),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}),
     ],
 )
 def test_what_the_variants_are_about_matters(name: str, change: dict[str, Any]) -> None:
@@ -90,14 +102,27 @@ def test_what_the_variants_are_about_matters(name: str, change: dict[str, Any]) 
     assert (logits[0] - logits[1]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("names", [("qwen3_moe-biased", "qwen3_moe-dense-layers"), ("mixtral",)], ids=lambda n: n[0])
+def test_sinks_matter() -> None:
+    config, text = CONFIGS["gpt_oss"], [Piece(1, tokens(1, 41), 41)]
+    module, model = load(config, hf_model(config))
+    shape = module.Config.from_hf(hf_raw(config))
+    with_sinks = Paged(shape, slots=1, span=41).step(model, text)[0]
+    for layer in model.layers:
+        layer.attention.sinks.fill_(-100.0)
+    assert (with_sinks - Paged(shape, slots=1, span=41).step(model, text)[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "names", [("qwen3_moe-biased", "qwen3_moe-dense-layers"), ("mixtral",), ("gpt_oss",)], ids=lambda n: n[0]
+)
 def test_weight_names_and_the_tensor_parallel_plan_cover_the_model(names: tuple[str, ...]) -> None:
     check_declarations(*(CONFIGS[name] for name in names))
 
 
 def test_each_architecture_has_its_file() -> None:
+    files = {"qwen3_moe": qwen3_moe, "mixtral": mixtral, "gpt_oss": gpt_oss}
     for name, config in CONFIGS.items():
-        assert models.find(hf_raw(config)) is (qwen3_moe if name.startswith("qwen3_moe") else mixtral)
+        assert models.find(hf_raw(config)) is files[name.partition("-")[0]]
 
 
 def test_the_layers_with_experts_are_those_of_transformers() -> None:
@@ -126,6 +151,11 @@ def test_a_config_of_before_the_experts_were_renamed_means_the_same() -> None:
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("mixtral", {"num_experts_per_tok": 5}, "4 experts, 5 for a token"),
         ("mixtral", {"num_local_experts": None}, "lacks num_local_experts"),
+        ("gpt_oss", {"rope_parameters": None}, "without rope scaling"),
+        ("gpt_oss", {"swiglu_alpha": 2.0}, "swiglu_alpha 2.0"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit 0.0"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window None"),
+        ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     ],
 )
 def test_what_would_change_the_computation_unseen_is_refused(name: str, change: dict[str, Any], words: str) -> None:
@@ -134,7 +164,10 @@ def test_what_would_change_the_computation_unseen_is_refused(name: str, change: 
         models.find(raw).Config.from_hf(raw)
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("qwen3-30b-a3b", 30_532_122_624), ("mixtral-8x7b", 46_702_792_704)])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("qwen3-30b-a3b", 30_532_122_624), ("mixtral-8x7b", 46_702_792_704), ("gpt-oss-20b", 20_914_757_184)],
+)
 def test_the_shapes_that_bench_ships_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
     raw = json.loads((Path(fastgraph.__file__).parent / "bench" / "shapes" / f"{name}.json").read_text())
     module = models.find(raw)
@@ -175,6 +208,34 @@ def test_experts_load_from_either_layout(tmp_path: Path, name: str, original: bo
         assert torch.equal(got, other), key
 
 
+def test_experts_in_four_bits_are_widened_as_transformers_widens_them(tmp_path: Path) -> None:
+    config = GptOssConfig(**SIZES | {"hidden_size": 64, "intermediate_size": 96}, **GPT)
+    module, want = load(config, hf_model(config))
+    state = {name: tensor.contiguous() for name, tensor in hf_model(config).state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    for layer, (name, rows, columns) in product(range(2), (("gate_up_proj", 192, 64), ("down_proj", 64, 96))):
+        key = f"model.layers.{layer}.mlp.experts.{name}"
+        blocks = torch.randint(0, 256, (4, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(118, 126, (4, rows, columns // 32), dtype=torch.uint8, generator=generator)
+        state[f"{key}_blocks"], state[f"{key}_scales"] = blocks, scales
+        theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [experts, columns, rows]
+        ours = want.get_parameter(f"layers.{layer}.experts.{name.removesuffix('_proj')}")
+        wide = theirs.transpose(1, 2)
+        ours.copy_(torch.cat([wide[:, 0::2], wide[:, 1::2]], 1) if name == "gate_up_proj" else wide)
+        del state[key]
+    save_file(state, tmp_path / "model.safetensors")
+    model = module.Model(module.Config.from_hf(hf_raw(config)))
+    load_weights(model, WeightFiles(tmp_path), module.WEIGHTS, progress=lambda *_: None)
+    for (key, got), other in zip(model.state_dict().items(), want.state_dict().values(), strict=True):
+        assert torch.equal(got, other), key
+    state["model.layers.0.mlp.experts.down_proj_blocks"] = state["model.layers.0.mlp.experts.down_proj_blocks"][
+        :, :, :2
+    ]
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"down_proj: \[4, 64, 64\], the model needs \[4, 64, 96\]"):
+        load_weights(model, WeightFiles(tmp_path), module.WEIGHTS, progress=lambda *_: None)
+
+
 def test_missing_and_misshapen_experts_are_told_without_listing_all(tmp_path: Path) -> None:
     name = "qwen3_moe-many-experts"
     write_checkpoint(tmp_path, name)
@@ -199,6 +260,7 @@ def test_missing_and_misshapen_experts_are_told_without_listing_all(tmp_path: Pa
         ("qwen3_moe-dense-layers", "regional"),  # blocks of two kinds
         ("mixtral-window", "off"),
         ("mixtral", "full"),
+        ("gpt_oss", "off"),
     ],
 )
 def test_a_saved_checkpoint_answers_as_transformers_does(tmp_path: Path, name: str, compile: str) -> None:

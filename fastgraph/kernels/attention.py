@@ -17,7 +17,7 @@ _LIBRARY = torch.library.Library("fastgraph", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, float eps, "
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor lengths, Tensor slots, Tensor query_start, "
-    "Tensor positions, Tensor token_slots, float scale, int window) -> Tensor"
+    "Tensor positions, Tensor token_slots, float scale, int window, Tensor? sinks=None) -> Tensor"
 )
 
 attention = torch.ops.fastgraph.attention.default
@@ -70,17 +70,19 @@ def _attention(
     token_slots: Tensor,
     scale: float,
     window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v into the pages, attend causally over all that each row has there.
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], heads a multiple of kv_heads. The rest as in
-    `Turn` and `Pages`. `window` > 0 lets a token see only itself and the `window - 1` before it.
-    Returns [tokens, heads, head_dim].
+    `Turn` and `Pages`. `window` > 0 lets a token see only itself and the `window - 1` before it. sinks: [heads], a
+    logit that takes part in each softmax and whose share is lost (arXiv:2309.17453). Returns [tokens, heads, head_dim].
     """
     turn = Turn(cos, sin, q_norm, k_norm, eps)
     pages = Pages(k_cache, v_cache, page_table, lengths, slots, query_start, positions, token_slots)
     op = "decode_attention" if len(q) == len(slots) else "prefill_attention"  # one token a row, or chunks too
-    return serving.kernels(q.device.type)[op](q, k, v, turn, pages, scale, window)
+    kernel = serving.kernels(q.device.type)[op]
+    return kernel(q, k, v, turn, pages, scale, window, *(() if sinks is None else (sinks,)))
 
 
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
@@ -90,5 +92,6 @@ _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 def _(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None, *rest: Any
 ) -> Tensor:
-    serving.ask(rope=cos is not None, norms=q_norm is not None, window=rest[-1] > 0)
+    window, sinks = (*rest[11:], None)[:2]
+    serving.ask(rope=cos is not None, norms=q_norm is not None, window=window > 0, sinks=sinks is not None)
     return torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -1,10 +1,10 @@
 """The implementations that come with fastgraph, and the arguments of each op.
 
-    decode_attention    (q, k, v, turn: Turn, pages: Pages, scale, window) -> [tokens, heads, head_dim]
+    decode_attention    (q, k, v, turn: Turn, pages: Pages, scale, window[, sinks]) -> [tokens, heads, head_dim]
     prefill_attention   the same
     rotate_and_write    (q, k, v, turn: Turn, pages: Pages) -> q [tokens, heads, head_dim]
     linear              (x, weight, bias, norm, eps, gated, residual, activation) -> [rows, out]
-    experts             (x, gate_up, down, weights, ids, residual) -> [tokens, hidden]
+    experts             (x, gate_up, down, weights, ids, residual, gate_up_bias, down_bias, limit) -> [tokens, hidden]
     sample              (logits, slots, vocab_limit, state: SamplerState, out: SamplerOutput) -> None
 
 What they mean: `fastgraph.kernels.attention`, `fastgraph.ops.linear`, `fastgraph.ops.experts`,
@@ -15,6 +15,7 @@ Triton.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +25,15 @@ from fastgraph.kernels.attention import Pages, Turn
 from fastgraph.kernels.registry import Implementation, Kernel, Signature, nothing
 
 
-def after_writing(attend: Callable[[Tensor, Pages, float, int], Tensor]) -> Kernel:
-    """An attention op made of a function that only attends: `attend(q, pages, scale, window)`, all written already."""
+def after_writing(attend: Callable[..., Tensor]) -> Kernel:
+    """An attention op made of a function that only attends: `attend(q, pages, scale, window)`, all written already.
 
-    def run(q: Tensor, k: Tensor, v: Tensor, turn: Turn, pages: Pages, scale: float, window: int) -> Tensor:
+    One that takes sinks gets them behind the window, where a model has some.
+    """
+
+    def run(q: Tensor, k: Tensor, v: Tensor, turn: Turn, pages: Pages, *rest: Any) -> Tensor:
         q = serving.kernels(q.device.type)["rotate_and_write"](q, k, v, turn, pages)
-        return attend(q, pages, scale, window)
+        return attend(q, pages, *rest)
 
     return run
 
@@ -50,10 +54,10 @@ def _turned(q: Tensor, k: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
 def _attend_reference() -> Kernel:
     from fastgraph.kernels.reference import attend_reference
 
-    def run(q: Tensor, k: Tensor, v: Tensor, turn: Turn, pages: Pages, scale: float, window: int) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, turn: Turn, pages: Pages, *rest: Any) -> Tensor:
         q, k = _turned(q, k, turn)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        attend_reference(q, k, v, *pages[:6], out, scale, window)
+        attend_reference(q, k, v, *pages[:6], out, *rest)
         return out
 
     return run
@@ -100,9 +104,18 @@ def _powers_of_two(signature: Signature) -> str:
 def _decode_triton() -> Kernel:
     from fastgraph.kernels.decode_attention import decode_attention
 
-    def run(q: Tensor, k: Tensor, v: Tensor, turn: Turn, pages: Pages, scale: float, window: int) -> Tensor:
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        turn: Turn,
+        pages: Pages,
+        scale: float,
+        window: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         cos, sin, q_norm, k_norm, eps = turn
-        return decode_attention(q, k, v, cos, sin, *pages[:5], scale, window, q_norm, k_norm, eps)
+        return decode_attention(q, k, v, cos, sin, *pages[:5], scale, window, q_norm, k_norm, eps, sinks)
 
     return run
 
@@ -110,7 +123,7 @@ def _decode_triton() -> Kernel:
 def _prefill_triton() -> Kernel:
     from fastgraph.kernels.prefill_attention import prefill_attention
 
-    return after_writing(lambda q, pages, scale, window: prefill_attention(q, *pages[:6], scale, window))
+    return after_writing(lambda q, pages, *rest: prefill_attention(q, *pages[:6], *rest))
 
 
 def _write_triton() -> Kernel:

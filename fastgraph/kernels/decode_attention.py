@@ -21,6 +21,7 @@ from fastgraph.kernels.rotary import angles, norm_and_rotate, partner_of
 _STAGES = 3  # of the load pipeline: the page numbers, and then the keys and values, of the blocks ahead
 _MOST_SPLITS = 32
 _BELOW = tl.constexpr(-1.0e30)  # for a score; -inf would make NaN of an empty block
+_LOG2E = tl.constexpr(math.log2(math.e))
 
 
 def decode_attention(
@@ -39,6 +40,7 @@ def decode_attention(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v into the pages, attend. Returns [rows, heads, head_dim].
 
@@ -47,7 +49,8 @@ def decode_attention(
     head_dim powers of two. Cells that were never written may hold NaN.
     page_table: [slots, pages_per_slot] int32; lengths: [slots] int32, tokens before this one; slots: [rows] int32.
     Rows that name slot 0 are padding: they write to page 0. `window` > 0: a token sees itself and the `window - 1`
-    before it. In plain PyTorch: `rotate_reference` on q and k, then `attend_reference`.
+    before it. sinks: [heads], logits of each softmax whose share is lost. In plain PyTorch: `rotate_reference` on q and
+    k, then `attend_reference`.
     """
     rows, heads, head_dim = q.shape
     kv_heads, page_size = k.shape[1], k_cache.shape[1]
@@ -70,6 +73,7 @@ def decode_attention(
         page_table,
         lengths,
         slots,
+        sinks,
         out,
         parts,
         totals,
@@ -87,6 +91,7 @@ def decode_attention(
         page_size,
         cos.shape[1] if cos is not None else 0,
         q_norm is not None,
+        sinks is not None,
         splits,
         32 if head_dim <= 128 else 16,  # what the registers hold
         triton.next_power_of_2(group),
@@ -168,6 +173,7 @@ def _decode(
     page_table,
     lengths,
     slots,
+    sinks_ptr,
     out_ptr,
     parts,
     totals,
@@ -185,6 +191,7 @@ def _decode(
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
@@ -251,6 +258,10 @@ def _decode(
         most = tl.full((COLUMNS,), _BELOW, tl.float32)
         total = tl.zeros((COLUMNS,), tl.float32)
         acc = tl.zeros((HEAD_DIM, COLUMNS), tl.float32)
+        if SINKS:  # as if it were a token before all others, whose value is nothing
+            sink = tl.load(sinks_ptr + head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
+            most = tl.where(split == 0, sink * _LOG2E, most)
+            total = tl.where(split == 0, 1.0, total)
         most, total, acc = _fold(q, k, v, seen, most, total, acc, SCALE, True)
         for first in tl.range(lo, tail, BLOCK, num_stages=STAGES):
             page = tl.load(table + first // PAGE + t // PAGE).to(tl.int64)

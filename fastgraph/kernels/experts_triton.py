@@ -15,12 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastgraph.kernels.experts import STEEPNESS
 from fastgraph.kernels.launch import can_overlap, gdc_launch_dependents, gdc_wait
 from fastgraph.kernels.norm import activate
 
+_STEEPNESS = tl.constexpr(STEEPNESS)
+
 
 def experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None = None
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    residual: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    limit: float = 0.0,
 ) -> Tensor:
     """The weighted sum of what each token's experts give. Arguments as in `fastgraph.ops.experts`.
 
@@ -29,8 +40,21 @@ def experts(
     tokens, top_k = ids.shape
     # So few rows seldom share an expert, and then nothing is gained by bringing them together.
     few = tokens == 1 or tokens * top_k <= len(gate_up) // 2
-    run = _few if few else _many
-    return run(x.contiguous(), gate_up, down, weights.contiguous(), ids.contiguous(), residual)
+    routing = (weights.contiguous(), ids.contiguous())
+    call = _Call(x.contiguous(), gate_up, down, *routing, residual, gate_up_bias, down_bias, limit)
+    return _few(call) if few else _many(call)
+
+
+class _Call(NamedTuple):
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    weights: Tensor
+    ids: Tensor
+    residual: Tensor | None
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    limit: float
 
 
 class VectorPlan(NamedTuple):
@@ -47,52 +71,41 @@ def vector_plan(k: int, together: int) -> VectorPlan:
     return VectorPlan(max(64 * 32 * warps // one, 1), warps)
 
 
-def _few(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, residual: Tensor | None) -> Tensor:
+def _few(call: _Call) -> Tensor:
+    x, gate_up, down, weights, ids, residual, gate_up_bias, down_bias, limit = call
     (tokens, hidden), top_k, width = x.shape, ids.shape[1], down.shape[2]
     overlap = can_overlap(x.device)
     h, y = x.new_empty(tokens * top_k, width), torch.empty_like(x)
     plan = vector_plan(hidden, 2)
-    _vector_up[(triton.cdiv(width, plan.block), tokens * top_k)](
-        x,
-        gate_up,
-        ids,
-        h,
-        width,
-        hidden,
-        top_k,
-        plan.block,
-        triton.next_power_of_2(hidden),
-        overlap,
-        num_warps=plan.warps,
-        launch_pdl=overlap,
-    )
+    launch = {"num_warps": plan.warps, "launch_pdl": overlap}
+    sizes = (width, hidden, top_k, plan.block, triton.next_power_of_2(hidden))
+    grid = (triton.cdiv(width, plan.block), tokens * top_k)
+    _vector_up[grid](x, gate_up, gate_up_bias, ids, h, *sizes, limit, overlap, **launch)
     padded = triton.next_power_of_2(top_k)
     plan = vector_plan(width, padded)
-    _vector_down[(triton.cdiv(hidden, plan.block), tokens)](
-        h,
-        down,
-        weights,
-        ids,
-        residual,
-        y,
-        hidden,
-        width,
-        top_k,
-        padded,
-        plan.block,
-        triton.next_power_of_2(width),
-        residual is not None,
-        overlap,
-        num_warps=plan.warps,
-        launch_pdl=overlap,
-    )
+    launch = {"num_warps": plan.warps, "launch_pdl": overlap}
+    sizes = (hidden, width, top_k, plan.block, triton.next_power_of_2(width))
+    grid = (triton.cdiv(hidden, plan.block), tokens)
+    _vector_down[grid](h, down, down_bias, weights, ids, residual, y, *sizes, padded, overlap, **launch)
     return y
+
+
+@triton.jit
+def _swiglu(gate, up, LIMIT: tl.constexpr):
+    """As `swiglu_reference`"""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        return gate * tl.sigmoid(gate * _STEEPNESS) * up
+    else:
+        return activate(gate, False) * up
 
 
 @triton.jit
 def _vector_up(
     x_ptr,
     gate_up_ptr,
+    bias_ptr,
     ids_ptr,
     h_ptr,
     N: tl.constexpr,
@@ -100,6 +113,7 @@ def _vector_up(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LIMIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """h[row] = silu(gate @ x) * (up @ x) of the row's expert"""
@@ -116,15 +130,18 @@ def _vector_up(
     w = tl.load(gate_up_ptr + at[:, None] * K + k[None, :], mask=(n < N)[:, None] & in_k[None, :], other=0.0)
     x = tl.load(x_ptr + row // TOP_K * K + k, mask=in_k, other=0.0)
     y = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + at, mask=n < N, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.trans(tl.reshape(y, (2, BLOCK))))
     out = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(h_ptr + row * N + out, (activate(gate, False) * up).to(h_ptr.dtype.element_ty), mask=out < N)
+    tl.store(h_ptr + row * N + out, _swiglu(gate, up, LIMIT).to(h_ptr.dtype.element_ty), mask=out < N)
 
 
 @triton.jit
 def _vector_down(
     h_ptr,
     down_ptr,
+    bias_ptr,
     weights_ptr,
     ids_ptr,
     residual_ptr,
@@ -132,10 +149,9 @@ def _vector_down(
     N: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
-    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ADDS: tl.constexpr,
+    PADDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """y[token] = sum of weight * (down @ h) over the token's experts"""
@@ -154,10 +170,12 @@ def _vector_down(
     ok = (chosen & (n < N))[:, None] & in_k
     w = tl.load(down_ptr + (expert * N + n)[:, None] * K + k[None, :], mask=ok, other=0.0)
     h = tl.load(h_ptr + row[:, None] * K + k[None, :], mask=chosen[:, None] & in_k, other=0.0)
-    y = tl.sum(w.to(tl.float32) * h.to(tl.float32), 1) * weight
-    y = tl.sum(tl.reshape(y, (PADDED, BLOCK)), 0)
+    y = tl.sum(w.to(tl.float32) * h.to(tl.float32), 1)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + expert * N + n, mask=chosen & (n < N), other=0.0).to(tl.float32)
+    y = tl.sum(tl.reshape(y * weight, (PADDED, BLOCK)), 0)
     out = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if ADDS:
+    if residual_ptr is not None:
         y += tl.load(residual_ptr + token * N + out, mask=out < N, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * N + out, y.to(y_ptr.dtype.element_ty), mask=out < N)
 
@@ -185,15 +203,8 @@ def block_count(rows: int, experts: int, height: int) -> int:
     return rows // height + experts
 
 
-def _many(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    residual: Tensor | None,
-    plan: TilePlan | None = None,
-) -> Tensor:
+def _many(call: _Call, plan: TilePlan | None = None) -> Tensor:
+    x, gate_up, down, weights, ids, residual, gate_up_bias, down_bias, limit = call
     (tokens, hidden), width = x.shape, down.shape[2]
     rows, count = ids.numel(), len(gate_up)
     plan = plan or tile_plan(rows, count, x.element_size())
@@ -203,40 +214,15 @@ def _many(
     table = ids.new_empty(3, blocks, dtype=torch.int32)  # of each block: its expert, its first place, its rows
     _order[(count,)](ids, order, table, rows, blocks, plan.rows, 1024, overlap, num_warps=4, launch_pdl=overlap)
     h, parts, y = x.new_empty(rows, width), x.new_empty(rows, hidden), torch.empty_like(x)
-    for source, weight, out, gated in ((x, gate_up, h, True), (h, down, parts, False)):
-        outputs = plan.outputs // (2 if gated else 1)
-        _tiled[(blocks, triton.cdiv(out.shape[1], outputs))](
-            source,
-            weight,
-            order,
-            table,
-            weights,
-            out,
-            out.shape[1],
-            source.shape[1],
-            ids.shape[1],
-            plan.rows,
-            outputs,
-            plan.depth,
-            plan.stages,
-            gated,
-            overlap,
-            num_warps=plan.warps,
-            launch_pdl=overlap,
-        )
+    for source, weight, bias, out, gated in ((x, gate_up, gate_up_bias, h, True), (h, down, down_bias, parts, False)):
+        (n, k), outputs = (out.shape[1], source.shape[1]), plan.outputs // (2 if gated else 1)
+        tile = (plan.rows, outputs, plan.depth, plan.stages)
+        grid, where = (blocks, triton.cdiv(n, outputs)), (order, table, weights, out)
+        launch = {"num_warps": plan.warps, "launch_pdl": overlap}
+        _tiled[grid](source, weight, bias, *where, n, k, ids.shape[1], *tile, gated, limit, overlap, **launch)
     block = min(triton.next_power_of_2(hidden), 1024)
-    _add_up[(tokens, triton.cdiv(hidden, block))](
-        parts,
-        residual,
-        y,
-        hidden,
-        ids.shape[1],
-        block,
-        residual is not None,
-        overlap,
-        num_warps=4,
-        launch_pdl=overlap,
-    )
+    grid = (tokens, triton.cdiv(hidden, block))
+    _add_up[grid](parts, residual, y, hidden, ids.shape[1], block, overlap, num_warps=4, launch_pdl=overlap)
     return y
 
 
@@ -276,6 +262,7 @@ def _order(ids_ptr, order_ptr, table, rows, blocks, ROWS: tl.constexpr, CHUNK: t
 def _tiled(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     order_ptr,
     table,
     weights_ptr,
@@ -288,6 +275,7 @@ def _tiled(
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A block's product with its expert's weights. The first, gated, takes tokens and gives rows in the order of
@@ -308,10 +296,11 @@ def _tiled(
         inside = tl.minimum(n, N - 1)
         if GATED:
             source = row // TOP_K
-            weight_at = weight_ptr + (expert * (2 * N) + inside)[:, None] * K + k[None, :]
+            at = expert * (2 * N) + inside
         else:
             source = place
-            weight_at = weight_ptr + (expert * N + inside)[:, None] * K + k[None, :]
+            at = expert * N + inside
+        weight_at = weight_ptr + at[:, None] * K + k[None, :]
         x_at = x_ptr + source.to(tl.int64)[None, :] * K + k[:, None]
         # The weight's rows are the product's rows, so that few rows make a narrow tile and waste nothing.
         y = tl.zeros((OUTPUTS, ROWS), tl.float32)
@@ -324,8 +313,12 @@ def _tiled(
             if GATED:
                 w = tl.load(weight_at + N * K + first, mask=in_k[None, :], other=0.0)
                 up = tl.dot(w, x, up, input_precision="ieee")
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + at).to(tl.float32)[:, None]
+            if GATED:
+                up += tl.load(bias_ptr + N + at).to(tl.float32)[:, None]
         if GATED:
-            y = activate(y, False) * up
+            y = _swiglu(y, up, LIMIT)
             to = place
         else:
             y *= tl.load(weights_ptr + row).to(tl.float32)[None, :]
@@ -342,7 +335,6 @@ def _add_up(
     N: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """y[token] = the sum of its rows, and the residual"""
@@ -353,7 +345,7 @@ def _add_up(
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_n = n < N
     y = tl.zeros((BLOCK,), tl.float32)
-    if ADDS:
+    if residual_ptr is not None:
         y += tl.load(residual_ptr + token * N + n, mask=in_n, other=0.0).to(tl.float32)
     for j in tl.static_range(TOP_K):
         y += tl.load(parts_ptr + (token * TOP_K + j) * N + n, mask=in_n, other=0.0).to(tl.float32)

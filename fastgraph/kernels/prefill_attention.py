@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BELOW = tl.constexpr(-1.0e30)  # for a score that must not count
+_LOG2E = tl.constexpr(math.log2(math.e))
 
 
 def prefill_attention(
@@ -23,6 +24,7 @@ def prefill_attention(
     query_start: Tensor,
     scale: float,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally over pages that hold the step's own keys and values already. Returns [tokens, heads, head_dim].
 
@@ -30,7 +32,8 @@ def prefill_attention(
     positions lengths[slots[r]] and on. k_cache, v_cache: [pages, page_size, kv_heads, head_dim], page_size and head_dim
     powers of two; cells that were never written may hold NaN. page_table: [slots, pages_per_slot] int32; lengths:
     [slots] int32; slots: [rows] int32; query_start: [rows + 1] int32. `window` > 0: a token sees itself and the
-    `window - 1` before it. In plain PyTorch: `attend_reference`, which also writes the keys and values.
+    `window - 1` before it. sinks: [heads], logits of each softmax whose share is lost. In plain PyTorch:
+    `attend_reference`, which also writes the keys and values.
     """
     tokens, heads, head_dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
@@ -49,6 +52,7 @@ def prefill_attention(
         lengths,
         slots,
         query_start,
+        sinks,
         out,
         rows,
         q.stride(0),
@@ -59,6 +63,7 @@ def prefill_attention(
         kv_heads,
         head_dim,
         page_size,
+        sinks is not None,
         block_m,
         plan.keys,
         plan.stages,
@@ -147,6 +152,7 @@ def _prefill(
     lengths,
     slots,
     query_start,
+    sinks_ptr,
     out_ptr,
     rows,
     q_stride,
@@ -157,6 +163,7 @@ def _prefill(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -196,6 +203,9 @@ def _prefill(
         most = tl.full((BLOCK_M,), _BELOW, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+        if SINKS:  # as if it were a token before all others, whose value is nothing
+            most = tl.load(sinks_ptr + head * GROUP + i % GROUP).to(tl.float32) * _LOG2E
+            total += 1.0
         end = history + tl.minimum(first + TOKENS, count)
         if WINDOW:
             plain = tl.maximum(history + first + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N

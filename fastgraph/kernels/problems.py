@@ -48,8 +48,11 @@ def problem(op: str, signature: Signature, rows: int, seed: int = 0) -> tuple[An
         q, k, v = (randn(rows, heads, signature.head_dim) for heads in (signature.heads, *[signature.kv_heads] * 2))
         pages = _pages(signature, counts, randn)
         turn = _turn(signature, pages.positions, randn)
+        if op == "rotate_and_write":
+            return q, k, v, turn, pages
         window = 64 if "window" in signature.features else 0
-        return (q, k, v, turn, pages, *(() if op == "rotate_and_write" else (signature.head_dim**-0.5, window)))
+        sinks = (randn(signature.heads, scale=3.0),) if "sinks" in signature.features else ()
+        return (q, k, v, turn, pages, signature.head_dim**-0.5, window, *sinks)
 
 
 def _pages(signature: Signature, counts: list[int], randn: Callable[..., Tensor]) -> Pages:
@@ -87,7 +90,7 @@ def _routing(width: int, rows: int, randn: Callable[..., Tensor]) -> tuple[Any, 
     """Two of eight experts a token."""
     weights, ids = randn(rows, 8).float().softmax(-1).topk(2)
     gate_up, down = randn(8, 2 * width, width, scale=width**-0.5), randn(8, width, width, scale=width**-0.5)
-    return randn(rows, width), gate_up, down, weights, ids, randn(rows, width)
+    return randn(rows, width), gate_up, down, weights, ids, randn(rows, width), None, None, 0.0
 
 
 def _sampling(logits: Tensor, rows: int) -> tuple[Any, ...]:

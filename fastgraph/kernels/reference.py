@@ -23,6 +23,7 @@ def attend_reference(
     out: Tensor,
     scale: float,
     window: int,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write k and v into their pages, then fill `out`. Arguments as in `fastgraph.kernels.attention`.
 
@@ -38,20 +39,22 @@ def attend_reference(
     # Rows in one call are padded to the longest; where that would more than double the work, each goes alone.
     if len(single) > 1 and len(single) * max(totals) <= 2 * sum(totals):
         if len(single) == len(rows):
-            _attend_single_tokens(q, k, v, k_cache, v_cache, page_table, slots, totals, out, scale, window)
+            _attend_single_tokens(q, k, v, k_cache, v_cache, page_table, slots, totals, out, scale, window, sinks)
             return
         tokens = torch.tensor([start for _, start, _, _ in single], device=q.device)
         slots = torch.tensor([slot for slot, *_ in single], device=q.device)
         q_part, k_part, v_part = q[tokens], k[tokens], v[tokens]
         part = torch.empty_like(q_part)
-        _attend_single_tokens(q_part, k_part, v_part, k_cache, v_cache, page_table, slots, totals, part, scale, window)
+        new = (q_part, k_part, v_part)
+        _attend_single_tokens(*new, k_cache, v_cache, page_table, slots, totals, part, scale, window, sinks)
         out[tokens] = part
         rows = [row for row in rows if row[2] != 1]
     for slot, start, count, total in rows:
         if count:
             mine = slice(start, start + count)
             pages = page_table[slot]
-            _attend_one_row(q[mine], k[mine], v[mine], k_cache, v_cache, pages, out[mine], total, scale, window)
+            new = (q[mine], k[mine], v[mine])
+            _attend_one_row(*new, k_cache, v_cache, pages, out[mine], total, scale, window, sinks)
 
 
 def _attend_single_tokens(
@@ -66,6 +69,7 @@ def _attend_single_tokens(
     out: Tensor,
     scale: float,
     window: int,
+    sinks: Tensor | None,
 ) -> None:
     """Rows of one token each, padded to the longest. q, out: [rows, heads, head_dim]"""
     rows, heads, head_dim = q.shape
@@ -75,14 +79,13 @@ def _attend_single_tokens(
     keys, values = _by_cell(k_cache), _by_cell(v_cache)
     keys.index_copy_(0, new, k)
     values.index_copy_(0, new, v)
+    keys, values = (x.index_select(0, cells).view(rows, -1, kv_heads, head_dim) for x in (keys, values))
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [rows, kv_heads, span, head_dim]
+    if sinks is not None:
+        keys, values, mask = _with_sinks(keys, values, mask, sinks.view(kv_heads, -1, 1))
     # The heads that share keys become the query positions of one head, so that a key is read once.
-    y = F.scaled_dot_product_attention(
-        q.reshape(rows, kv_heads, heads // kv_heads, head_dim),
-        keys.index_select(0, cells).view(rows, -1, kv_heads, head_dim).transpose(1, 2),
-        values.index_select(0, cells).view(rows, -1, kv_heads, head_dim).transpose(1, 2),
-        attn_mask=mask,
-        scale=scale,
-    )
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
+    y = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     out.copy_(y.reshape(rows, heads, head_dim))
 
 
@@ -122,6 +125,7 @@ def _attend_one_row(
     total: int,
     scale: float,
     window: int,
+    sinks: Tensor | None,
 ) -> None:
     """The tokens of one row, the last of them at position total - 1. q, out: [tokens, heads, head_dim]"""
     tokens, heads, head_dim = q.shape
@@ -133,19 +137,24 @@ def _attend_one_row(
     skipped = lowest - first_page * page_size
     keys, values = keys[skipped:].transpose(0, 1), values[skipped:].transpose(0, 1)  # [kv_heads, span, head_dim]
     if tokens == 1:  # it sees all of them, and the heads that share keys can be its query positions
-        grouped = q.reshape(1, kv_heads, heads // kv_heads, head_dim)
-        y = F.scaled_dot_product_attention(grouped, keys[None], values[None], scale=scale)
+        grouped, mask = q.reshape(1, kv_heads, heads // kv_heads, head_dim), None
+        if sinks is not None:
+            keys, values, mask = _with_sinks(keys, values, q.new_zeros(keys.shape[1]), sinks.view(kv_heads, -1, 1))
+        y = F.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask, scale=scale)
         out.copy_(y.reshape(1, heads, head_dim))
         return
     span = total - lowest
     mask = None
-    causal = span == tokens and (window == 0 or window >= tokens)
+    causal = span == tokens and (window == 0 or window >= tokens) and sinks is None
     if not causal:
         query = torch.arange(span - tokens, span, device=q.device)[:, None]
         key = torch.arange(span, device=q.device)
         mask = key <= query  # [tokens, span]
         if window:
             mask &= key > query - window
+    if mask is not None and sinks is not None:
+        unseen = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
+        keys, values, mask = _with_sinks(keys, values, unseen, sinks.view(-1, 1, 1))
     y = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys[None],
@@ -156,6 +165,16 @@ def _attend_one_row(
         enable_gqa=heads != kv_heads,
     )
     out.copy_(y[0].transpose(0, 1))
+
+
+def _with_sinks(keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values [..., span, head_dim] and a mask to add [..., queries, span], with one key more: zeros that score 0.
+
+    What the mask adds there is the sink, [heads, queries, 1] with 1 for queries that share it.
+    """
+    rows = torch.broadcast_shapes(mask.shape[:-1], sinks.shape[:-1])
+    mask = torch.cat([mask.expand(*rows, -1), sinks.to(mask.dtype).expand(*rows, -1)], dim=-1)
+    return F.pad(keys, (0, 0, 0, 1)), F.pad(values, (0, 0, 0, 1)), mask
 
 
 def _by_cell(cache: Tensor) -> Tensor:

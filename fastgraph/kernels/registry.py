@@ -22,7 +22,7 @@ Kernel = Callable[..., Any]
 Kernels = Mapping[str, Kernel]  # by op
 
 ENTRY_POINTS = "fastgraph.kernels"  # each names an `Implementation`, or several in a list
-FEATURES = ("rope", "norms", "window")  # what a model's attention may ask for beside the plain softmax
+FEATURES = ("rope", "norms", "window", "sinks")  # what a model's attention may ask for beside the plain softmax
 DTYPES = ("float32", "bfloat16", "float16")
 
 

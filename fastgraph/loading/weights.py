@@ -19,7 +19,11 @@ Progress = Callable[[str, "float | None"], None]  # the phase in words, and the 
 Names = Mapping[str, "str | tuple[str, ...] | list[str | tuple[str, ...]]"]  # parameter: the checkpoint's names for it
 
 INDEX = "model.safetensors.index.json"
-PLUS_ONE = "1 + "  # before a checkpoint's name: Gemma's norms are stored less 1
+# What may stand before a checkpoint's name: how the tensor is stored.
+PLUS_ONE = "1 +"  # less 1, as Gemma's norms are
+MXFP4 = "mxfp4"  # [..., columns] in 4 bits, with a scale for every 32 of them
+TRANSPOSED = "transposed"  # the last two dimensions the other way round
+PAIRED = "paired"  # gates and ups by turns in dimension 1
 EXPERT = "{expert}"  # in a checkpoint's name: the number of an expert, of those that one parameter holds
 _TEXT_PART = "language_model."  # before the text part's names, in a model of text and images
 _LISTED = 8  # names a message shows before it only counts
@@ -101,11 +105,11 @@ def load_weights(
     """Fill every parameter of `model`, in place, from `files`.
 
     `names` maps parameter names to checkpoint names; a tuple of them lies one behind the other along dimension 0,
-    "{}" stands for the layer number, and "1 + name" is what the checkpoint holds, plus one. Names with "{expert}" are
-    repeated for each expert in turn, of which a parameter [experts, rows, ...] holds what dimension 0 says. A list
-    holds alternatives: the first that the checkpoint knows counts. `ignore` holds shell patterns of checkpoint names
-    that may be there but are not read. Each tensor goes from the mapped file to its place on the device, where it is
-    cast to the parameter's dtype.
+    and "{}" stands for the layer number. Names with "{expert}" are repeated for each expert in turn, of which a
+    parameter [experts, rows, ...] holds what dimension 0 says. Words before a name tell how the checkpoint stores it:
+    `PLUS_ONE` and those below it. A list holds alternatives: the first that the checkpoint knows counts. `ignore` holds
+    shell patterns of checkpoint names that may be there but are not read. Each tensor goes from the mapped file to its
+    place on the device, where it is cast to the parameter's dtype.
 
     Raises one `ModelError` that names every missing, unexpected and wrongly shaped tensor, before anything is read.
     """
@@ -118,13 +122,11 @@ def load_weights(
         for name, parameter in parameters.items():
             row = 0
             for source in sources[name]:
-                tensor = files.read(source.removeprefix(PLUS_ONE))
+                tensor = read(source, files.read, parameter)
                 rows = tensor.shape[0] if tensor.ndim else 1
                 whole = _as_filled(parameter, tensor.ndim)
                 target = whole if len(sources[name]) == 1 else whole.narrow(0, row, rows)
                 target.copy_(tensor)
-                if source.startswith(PLUS_ONE):
-                    target += 1
                 row += rows
             done += parameter.numel()
             progress("loading weights", done / total)
@@ -162,7 +164,49 @@ def sources_of(name: str, parameter: torch.Tensor, names: Names, present: Contai
         return tuple(each.replace(EXPERT, str(expert)) for expert in experts for each in patterns)
 
     groups = [written_out(group) for group in (found if isinstance(found, list) else [found])]
-    return next((group for group in groups if group[0].removeprefix(PLUS_ONE) in present), groups[0])
+    return next((group for group in groups if stored(group[0])[0] in present), groups[0])
+
+
+def stored(source: str) -> tuple[str, ...]:
+    """The checkpoint's tensors that make up one source of a parameter."""
+    name = source.rpartition(" ")[2]
+    return (f"{name}_blocks", f"{name}_scales") if MXFP4 in source else (name,)
+
+
+def read(source: str, get: Callable[[str], torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
+    """What a source's tensors mean to a parameter. `get` gives a tensor of the checkpoint by its name."""
+    tensor, *scales = (get(name) for name in stored(source))
+    if " " not in source:
+        return tensor  # as it is, so that it goes straight to its place
+    tensor = tensor.to(parameter.device)
+    if scales:
+        tensor = _from_mxfp4(tensor, scales[0].to(parameter.device))
+    if TRANSPOSED in source:
+        tensor = tensor.transpose(-1, -2)
+    if PAIRED in source:
+        tensor = torch.cat([tensor[:, 0::2], tensor[:, 1::2]], 1)
+    return tensor.to(parameter.dtype) + 1 if PLUS_ONE in source else tensor
+
+
+def _shape(source: str, files: WeightFiles) -> tuple[int, ...]:
+    shape = files.shape(stored(source)[0])
+    if MXFP4 in source:  # two numbers a byte
+        shape = (*shape[:-2], 2 * shape[-2] * shape[-1])
+    return (*shape[:-2], shape[-1], shape[-2]) if TRANSPOSED in source else shape
+
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below 0: E2M1
+
+
+def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """OCP Microscaling Formats 1.0. Bytes [experts, rows, n, 16], the lower half of each first, and powers of two
+    [experts, rows, n], raised by 127 -> [experts, rows, 32 * n] bfloat16, which holds them exactly."""
+    numbers = torch.tensor([*_FP4, *(-x for x in _FP4)], device=blocks.device)
+    experts = []
+    for packed, power in zip(blocks, scales, strict=True):  # one by one: the indices are large
+        halves = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)  # [rows, n, 32]
+        experts.append(torch.ldexp(numbers[halves.int()], power.int()[..., None] - 127).flatten(-2).bfloat16())
+    return torch.stack(experts)
 
 
 def _check(
@@ -171,8 +215,7 @@ def _check(
     files: WeightFiles,
     ignore: Sequence[str],
 ) -> None:
-    sources = {name: tuple(source.removeprefix(PLUS_ONE) for source in group) for name, group in sources.items()}
-    wanted = {source for group in sources.values() for source in group}
+    wanted = {name for group in sources.values() for source in group for name in stored(source)}
     present = {name for name in files.names if name in wanted and _readable(files, name)}
     missing = sorted(wanted - present)
     unexpected = sorted(
@@ -181,9 +224,9 @@ def _check(
     shapes = []
     for name, parameter in parameters.items():
         group = sources[name]
-        if not present.issuperset(group):
+        if not present.issuperset(name for source in group for name in stored(source)):
             continue
-        have = [files.shape(source) for source in group]
+        have = [_shape(source, files) for source in group]
         want = tuple(_as_filled(parameter, len(have[0])).shape)
         whole = have[0] if len(have) == 1 else (sum(shape[0] for shape in have), *have[0][1:])
         if whole != want or any(shape[1:] != have[0][1:] for shape in have):
