@@ -303,7 +303,7 @@ class Scheduler:
         request, size = state.request, self.limits.page_size
         known = np.concatenate([request.prompt, state.answer])
         # The last token is computed in any case, for its logits.
-        keys = page_keys(known[: head.start or len(known) - 1], size) if self.limits.prefix_cache else []
+        keys = page_keys(known[:-1], size) if self.limits.prefix_cache else []
         found, being_written = self.pool.tree.find(keys, self._planned + 1)
         cached = len(found) * size
         span = replace(head, start=max(head.start, cached))
