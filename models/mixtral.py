@@ -33,7 +33,7 @@ class Config:
     vocab: int
     max_positions: int  # tokens that a sequence may have, with the rope scaling
     norm_eps: float
-    window: int  # tokens that attention looks back, itself included; 0 is all
+    lookback: int  # tokens that every layer looks back, itself included; 0 is all
     tied: bool  # the head is the embedding
     rope: Mapping[str, Any]  # rope_type, rope_theta, trained_positions, and what the type needs
 
@@ -71,7 +71,7 @@ class Config:
             vocab=raw["vocab_size"],
             max_positions=positions,
             norm_eps=raw.get("rms_norm_eps", 1e-5),
-            window=raw.get("sliding_window") or 0,
+            lookback=raw.get("sliding_window") or 0,
             tied=bool(raw.get("tie_word_embeddings", False)),
             rope=rope,
         )
@@ -87,7 +87,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.head_dim, self.window = config.head_dim, config.window
+        self.head_dim, self.window = config.head_dim, config.lookback
         width = config.heads * config.head_dim
         self.norm = RMSNorm(config)
         self.qkv = nn.Linear(config.hidden, width + 2 * config.kv_heads * config.head_dim, bias=False)

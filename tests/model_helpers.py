@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from paged import Paged, Piece, copy_weights
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import fastgraph
 from fastgraph import models
 
 TRAINED = 32  # positions; the sequences below are longer
@@ -103,6 +109,35 @@ def check_every_kind_of_step(config: Any) -> None:
         torch.testing.assert_close(done, want[slot][: len(done)], rtol=1e-4, atol=2e-5)
     assert len(torch.cat(got[1])) == PROMPT + ANSWER
     assert len(torch.cat(got[3])) == 37
+
+
+def write_checkpoint(folder: Path, config: Any, **options: Any) -> None:
+    """A tiny model as `save_pretrained` writes one, in shards, with a tokenizer that says numbers."""
+    hf_model(config).save_pretrained(folder, max_shard_size="60KB", **options)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 80}))
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    tokenizer = Tokenizer(WordLevel({str(i): i for i in range(SIZES["vocab_size"])}, unk_token="0"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def check_answers(folder: Path, config: Any, lengths: Sequence[int], margin: float = 0.0, **options: Any) -> None:
+    """Greedy answers through the engine against transformers' logits. lengths: of the prompts.
+
+    margin: by how much the logit of a token may be less than the largest.
+    """
+    prompts = [tokens(seed, length) for seed, length in enumerate(lengths)]
+    small = {"max_decode_bs": 2, "page_size": 4, "max_step_tokens": 8, "max_model_len": 72, "dtype": "float32"}
+    with fastgraph.load_model(str(folder), **{**small, **options}) as llm:
+        answers = llm.generate(prompts, max_tokens=24, ignore_eos=True, logprobs=True, top_logprobs=20)
+        assert llm.stats()["recompiles"] == 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = reference(config, prompt, answer.token_ids)[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() <= margin
+        found = torch.tensor([list(token.top.values()) for token in answer.logprobs])
+        torch.testing.assert_close(found, logits.log_softmax(-1).topk(20).values, rtol=1e-4, atol=1e-4 + margin)
 
 
 def numberless(name: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from model_helpers import (
     SIZES,
     TRAINED,
+    check_answers,
     check_declarations,
     check_every_kind_of_step,
     hf_model,
@@ -19,10 +20,9 @@ from model_helpers import (
     load,
     reference,
     tokens,
+    write_checkpoint,
 )
 from paged import Paged, Piece
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -191,17 +191,6 @@ def test_longrope_with_a_divisor_too_few_is_refused() -> None:
 # From files, through the engine
 
 
-def write_checkpoint(folder: Path, name: str) -> None:
-    """A tiny model as `save_pretrained` writes one, in shards, with a tokenizer that says numbers."""
-    hf_model(CONFIGS[name]).save_pretrained(folder, max_shard_size="60KB")
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 80}))
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    tokenizer = Tokenizer(WordLevel({str(i): i for i in range(SIZES["vocab_size"])}, unk_token="0"))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 @pytest.mark.parametrize(
     ("name", "compile"),
     [
@@ -214,22 +203,13 @@ def write_checkpoint(folder: Path, name: str) -> None:
     ],
 )
 def test_a_saved_checkpoint_answers_as_transformers_does(tmp_path: Path, name: str, compile: str) -> None:
-    write_checkpoint(tmp_path, name)
-    prompts = [tokens(1, 41), tokens(2, 3), tokens(3, 25)]
-    small = {"max_decode_bs": 2, "page_size": 4, "max_step_tokens": 8, "max_model_len": 72}
-    with fastgraph.load_model(str(tmp_path), device="cpu", compile=compile, dtype="float32", **small) as llm:
-        answers = llm.generate(prompts, max_tokens=24, ignore_eos=True, logprobs=True, top_logprobs=20)
-        assert llm.stats()["recompiles"] == 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        logits = reference(CONFIGS[name], prompt, answer.token_ids)[len(prompt) - 1 : -1]
-        assert answer.token_ids == logits.argmax(-1).tolist()
-        found = torch.tensor([list(token.top.values()) for token in answer.logprobs])
-        torch.testing.assert_close(found, logits.log_softmax(-1).topk(20).values, rtol=1e-4, atol=1e-4)
+    write_checkpoint(tmp_path, CONFIGS[name])
+    check_answers(tmp_path, CONFIGS[name], (41, 3, 25), device="cpu", compile=compile)
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_pages_behind_the_window_serve_other_requests_meanwhile(tmp_path: Path, prefix_cache: bool) -> None:
-    write_checkpoint(tmp_path, "mistral-window")
+    write_checkpoint(tmp_path, CONFIGS["mistral-window"])
     prompts = [tokens(seed, 25) for seed in range(4)]
     # Together they come to 296 tokens, and are 4 * 13 tokens long for whoever looks back 13.
     limits = {"max_decode_bs": 4, "page_size": 4, "max_step_tokens": 16, "max_model_len": 76, "kv_pages": 52}

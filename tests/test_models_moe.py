@@ -13,18 +13,17 @@ import torch
 from model_helpers import (
     SIZES,
     TRAINED,
+    check_answers,
     check_declarations,
     check_every_kind_of_step,
     hf_model,
     hf_raw,
     load,
-    reference,
     tokens,
+    write_checkpoint,
 )
 from paged import Paged, Piece
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -179,17 +178,6 @@ def test_the_shapes_that_bench_ships_have_the_published_number_of_parameters(nam
 # From files
 
 
-def write_checkpoint(folder: Path, name: str, **options: Any) -> None:
-    """A tiny model as `save_pretrained` writes one, in shards, with a tokenizer that says numbers."""
-    hf_model(CONFIGS[name]).save_pretrained(folder, max_shard_size="60KB", **options)
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 80}))
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    tokenizer = Tokenizer(WordLevel({str(i): i for i in range(SIZES["vocab_size"])}, unk_token="0"))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 def names_in(folder: Path) -> set[str]:
     return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
 
@@ -197,7 +185,7 @@ def names_in(folder: Path) -> set[str]:
 @pytest.mark.parametrize("name", ["qwen3_moe-dense-layers", "mixtral"])
 @pytest.mark.parametrize("original", [True, False], ids=["each by itself", "all in one"])
 def test_experts_load_from_either_layout(tmp_path: Path, name: str, original: bool) -> None:
-    write_checkpoint(tmp_path, name, save_original_format=original)
+    write_checkpoint(tmp_path, CONFIGS[name], save_original_format=original)
     assert any(".experts.0." in each for each in names_in(tmp_path)) == original
     module, want = load(CONFIGS[name], hf_model(CONFIGS[name]))
     model = module.Model(module.Config.from_hf(hf_raw(CONFIGS[name])))
@@ -238,7 +226,7 @@ def test_experts_in_four_bits_are_widened_as_transformers_widens_them(tmp_path: 
 
 def test_missing_and_misshapen_experts_are_told_without_listing_all(tmp_path: Path) -> None:
     name = "qwen3_moe-many-experts"
-    write_checkpoint(tmp_path, name)
+    write_checkpoint(tmp_path, CONFIGS[name])
     shape = qwen3_moe.Config.from_hf(hf_raw(CONFIGS[name]) | {"moe_intermediate_size": 16})
     with pytest.raises(
         ModelError, match=r"experts\.0\.gate_proj\.weight \+ .* … and \d+ more.*needs \[2048, 48\]"
@@ -264,14 +252,5 @@ def test_missing_and_misshapen_experts_are_told_without_listing_all(tmp_path: Pa
     ],
 )
 def test_a_saved_checkpoint_answers_as_transformers_does(tmp_path: Path, name: str, compile: str) -> None:
-    write_checkpoint(tmp_path, name)
-    prompts = [tokens(1, 41), tokens(2, 3), tokens(3, 25)]
-    small = {"max_decode_bs": 2, "page_size": 4, "max_step_tokens": 8, "max_model_len": 72}
-    with fastgraph.load_model(str(tmp_path), device="cpu", compile=compile, dtype="float32", **small) as llm:
-        answers = llm.generate(prompts, max_tokens=24, ignore_eos=True, logprobs=True, top_logprobs=20)
-        assert llm.stats()["recompiles"] == 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        logits = reference(CONFIGS[name], prompt, answer.token_ids)[len(prompt) - 1 : -1]
-        assert answer.token_ids == logits.argmax(-1).tolist()
-        found = torch.tensor([list(token.top.values()) for token in answer.logprobs])
-        torch.testing.assert_close(found, logits.log_softmax(-1).topk(20).values, rtol=1e-4, atol=1e-4)
+    write_checkpoint(tmp_path, CONFIGS[name])
+    check_answers(tmp_path, CONFIGS[name], (41, 3, 25), device="cpu", compile=compile)
