@@ -85,6 +85,9 @@ class Pending:
     plan: StepPlan
     outcome: StepResult
 
+    def ready(self) -> bool:
+        return self.device.ahead
+
     def result(self) -> StepResult:
         return self.device.land(self)
 
@@ -110,6 +113,7 @@ class SimulatedDevice:
         self.sampled: list[Sampled] = []
         self.plans: list[StepPlan] = []
         self.shut_down = False
+        self.ahead = False  # whether every step has run by the time it is asked for
         # With copies of the plan's arrays, and those whose pages the step may read or write.
         self._in_flight: deque[tuple[Pending, list[Int32], list[Tenant]]] = deque()
         self._tenants: dict[int, Tenant] = {}

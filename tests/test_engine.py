@@ -338,3 +338,15 @@ def test_an_answer_says_how_much_of_its_prompt_was_cached() -> None:
         assert outcome(longer) == expected(longer)
         stats = engine.stats()
         assert (stats["prompt_tokens"], stats["prefix_hit_tokens"]) == (12 + 12 + 21, 8 + 16)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_device_that_is_about_to_run_dry_gets_its_next_step_before_the_text_is_read(ahead: bool) -> None:
+    order: list[str] = []
+    with running(2, on_step=lambda plan: order.append("step")) as (engine, device):
+        device.ahead = ahead
+        ticket = ask(engine, [1], text=TextStream(ALPHABET), on_text=lambda piece: order.append("text"))
+        assert outcome(ticket) == expected(ticket)
+    steps_before = [order[:place].count("step") for place, what in enumerate(order) if what == "text"]
+    # Three steps are in flight when the first lands; then one follows each that lands.
+    assert steps_before[:8] == [4 if ahead else 3, *range(5 if ahead else 4, 12 if ahead else 11)]

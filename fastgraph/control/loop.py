@@ -127,5 +127,12 @@ class EngineLoop:
         result = pending.result()
         for observer in self.observers:
             observer.landed(plan, result)
-        for request_id in self._deliver(self.scheduler.land(plan, result)):
+        outputs = self.scheduler.land(plan, result)
+        if self._device_ahead() and not self._stopping:
+            self._submit()  # text and stop strings can wait, and the device cannot
+        for request_id in self._deliver(outputs):
             self.abort(request_id)
+
+    def _device_ahead(self) -> bool:
+        """Whether the device is through with all, or all but one, of the steps that it was given."""
+        return self._depth > 0 and (len(self._in_flight) < 2 or self._in_flight[-2][1].ready())

@@ -108,7 +108,9 @@ class StepResult:
 
 
 class PendingStep(Protocol):
-    """A submitted step. `result` waits for it if it must."""
+    """A submitted step. `result` waits for it if it must; if it is `ready`, it need not."""
+
+    def ready(self) -> bool: ...
 
     def result(self) -> StepResult: ...
 

@@ -36,6 +36,9 @@ class Copied:
     seconds: float  # that the step took, where it has run already
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # the step's begin, and the arrival of its outputs
 
+    def ready(self) -> bool:
+        return self.events is None or self.events[1].query()
+
     def result(self) -> StepResult:
         seconds = self.seconds
         if self.events is not None:
