@@ -41,6 +41,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens a request may span, prompt and answer together
     max_decode_bs: int | None = None
     max_capture_bs: int | None = None  # decode rows that CUDA graphs are captured for; 0: none, None: max_decode_bs
+    max_capture_tokens: int | None = None  # tokens of steps with prompts that CUDA graphs are captured for; 0: none
     max_step_tokens: int | None = None  # tokens one step may compute; longer prompts are chunked
     page_size: int = 16  # tokens a page holds
     kv_pages: int | None = None  # None: sized from the memory that is free once the weights are loaded
@@ -55,9 +56,10 @@ class EngineConfig:
         choices = {"device": Device, "dtype": DType, "compile": CompileMode, "load_format": LoadFormat}
         for name, literal in choices.items():
             _one_of(name, getattr(self, name), get_args(literal))
-        for name in ("max_model_len", "max_decode_bs", "max_capture_bs", "max_step_tokens", "page_size", "kv_pages"):
+        capacities = ("max_model_len", "max_decode_bs", "max_step_tokens", "page_size", "kv_pages")
+        for name in (*capacities, "max_capture_bs", "max_capture_tokens"):
             value = getattr(self, name)
-            least = 0 if name == "max_capture_bs" else 1
+            least = 0 if name.startswith("max_capture") else 1
             if value is not None and (not _is_int(value) or value < least):
                 raise ConfigError(f"{name} must be a whole number from {least} up, not {value!r}")
         if self.in_flight_depth is not None and (not _is_int(self.in_flight_depth) or self.in_flight_depth < 0):

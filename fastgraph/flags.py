@@ -25,6 +25,7 @@ _ENGINE_HELP = {
     "max_model_len": "Tokens a request may span, prompt and answer together.",
     "max_decode_bs": "Requests that may decode at once.",
     "max_capture_bs": "The largest batch whose steps are captured as CUDA graphs; 0 for none.",
+    "max_capture_tokens": "The most tokens of a step with prompts that is captured as a CUDA graph; 0 for none.",
     "max_step_tokens": "Tokens one step may compute; longer prompts are chunked.",
     "page_size": "Tokens a page of KV holds.",
     "kv_pages": "Pages of KV; sized from free memory if left out.",

@@ -18,8 +18,8 @@ from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.states import Request
 from fastgraph.device.builder import build_device
 from fastgraph.device.handle import DeviceHandle
-from fastgraph.device.ladder import CaptureLadder
-from fastgraph.device.metadata import FROM_SLOT, StepInputs, StepMetadata
+from fastgraph.device.ladder import CaptureLadder, rungs, token_rungs
+from fastgraph.device.metadata import FROM_SLOT, StepInputs, StepMetadata, rows_of
 from fastgraph.device.slots import Slots
 from fastgraph.errors import ConfigError, FastgraphWarning
 from fastgraph.kernels.sampling import SamplerOutput
@@ -95,7 +95,7 @@ def test_greedy_tokens_equal_transformers_in_every_compile_mode(reference: tuple
     # One at a time, and in batches of every size from 1 to the top: nothing compiles.
     for count in (1, 2, 3, 5, 6):
         assert serve(device, PROMPTS[:count], 5) == expected(model, PROMPTS[:count], 5)
-    assert device.counters() == {"recompiles": 0, "eager_steps": 0, "kernel_builds": 0, "padding_rows": 0}
+    assert device.counters() == {"recompiles": 0, "eager_steps": 0, "kernel_builds": 0, "padding_tokens": 0}
 
 
 @pytest.mark.parametrize("budget", [10, 11, 17, 64])
@@ -175,7 +175,7 @@ def test_cuda_without_a_gpu_is_an_error_that_says_so(monkeypatch: pytest.MonkeyP
 LIMITS = Limits(slots=4, pages=20, page_size=4, max_model_len=32, max_step_tokens=16, vocab=96)
 
 
-def test_padding_rows_of_a_decode_step_point_at_the_null_slot() -> None:
+def test_padding_tokens_of_a_decode_step_point_at_the_null_slot() -> None:
     metadata = StepMetadata(LIMITS, CPU)
     metadata.refresh_decode_metadata(4, 4, np.array([4, 3, 2, 1], np.int32), for_graph_replay=True)
     inputs = metadata.refresh_decode_metadata(4, 2, np.array([3, 1], np.int32), for_graph_replay=True)
@@ -256,7 +256,7 @@ def _nothing() -> tuple[np.ndarray, tuple[()]]:
     return np.empty(0, np.int32), ()
 
 
-def test_padding_rows_write_nothing_that_a_request_reads(reference: tuple[Any, Path]) -> None:
+def test_padding_tokens_write_nothing_that_a_request_reads(reference: tuple[Any, Path]) -> None:
     device = build(reference[1], compile="off")
     serve(device, PROMPTS, 5, temperature=0.5, presence_penalty=0.5)
     executor = device._executor
@@ -273,6 +273,41 @@ def test_padding_rows_write_nothing_that_a_request_reads(reference: tuple[Any, P
     for part, was in zip(parts, before[1], strict=True):
         assert torch.equal(part[1:].nan_to_num(), was[1:].nan_to_num())
     assert state.lengths[NULL_SLOT] == 0
+
+
+@pytest.mark.parametrize("budget", [10, 17, 64])
+def test_steps_with_prompts_that_are_padded_for_a_graph_give_the_same_tokens(
+    reference: tuple[Any, Path], budget: int
+) -> None:
+    """In a pool full of NaN, where whatever padding reads or writes by mistake would show."""
+    model, folder = reference
+    device = build(folder, compile="off", max_step_tokens=budget)
+    executor, padded = device._executor, []
+
+    class Ladder(CaptureLadder):
+        """Runs what a graph would replay: the inputs as they were recorded, with what their buffers hold now."""
+
+        def replay(self, size: int) -> SamplerOutput:
+            padded.append(size)
+            return executor._step(recorded[size])
+
+    sizes = token_rungs(budget, device.limits.slots)
+    recorded = {size: executor._mixed_padding(size) for size in sizes}
+    executor._mixed_ladder = Ladder(sizes, executor._mixed_padding)
+    for part in (part for cache in executor._step.caches for part in cache):
+        part[1:] = torch.nan
+    assert serve(device, PROMPTS, 5) == expected(model, PROMPTS, 5)
+    assert set(padded) <= set(sizes)
+    assert bool(padded) == bool(sizes)
+    assert (device.counters()["padding_tokens"] > 0) == bool(sizes)
+
+
+def test_rungs_of_tokens_leave_out_what_would_look_like_a_decode_step() -> None:
+    assert token_rungs(100, 256) == [16, 24, 32, 48, 64, 96]
+    assert token_rungs(64, 47) == [16, 24, 32, 64]
+    assert token_rungs(15, 4) == []
+    for slots in range(1, 70):
+        assert all(rows_of(size, slots) != size for size in token_rungs(4096, slots))
 
 
 def test_above_the_ladder_steps_run_eagerly_are_counted_and_said_once(reference: tuple[Any, Path]) -> None:
@@ -294,7 +329,7 @@ def test_above_the_ladder_steps_run_eagerly_are_counted_and_said_once(reference:
             return executor._step(refreshed[-1])
 
     executor._metadata.refresh_decode_metadata = record  # type: ignore[method-assign]
-    executor._ladder = Ladder(4)
+    executor._decode_ladder = Ladder(rungs(4), executor._padding)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert serve(device, PROMPTS, 5) == expected(model, PROMPTS, 5)
@@ -302,7 +337,7 @@ def test_above_the_ladder_steps_run_eagerly_are_counted_and_said_once(reference:
         assert eager > 1
         assert serve(device, PROMPTS[:3], 5) == expected(model, PROMPTS[:3], 5)
     assert set(replayed) == {4}
-    assert device.counters()["padding_rows"] == len(replayed)
+    assert device.counters()["padding_tokens"] == len(replayed)
     assert device.counters()["eager_steps"] == eager
     assert [str(w.message) for w in said if w.category is FastgraphWarning] == [
         "6 requests decode at once, above the 4 that CUDA graphs were captured for: such steps are slower. "

@@ -135,7 +135,7 @@ def test_answers_that_share_their_prompt_are_those_that_do_not(folder: Path, cap
 
 def test_the_device_says_how_long_each_step_took_and_how_much_of_it_was_padding(folder: Path) -> None:
     with load(folder) as llm:
-        log, before = StepLog(), llm.stats()["padding_rows"]
+        log, before = StepLog(), llm.stats()["padding_tokens"]
         llm.engine.observe(log)
         began = perf_counter()
         answers(llm, 5)
@@ -146,4 +146,4 @@ def test_the_device_says_how_long_each_step_took_and_how_much_of_it_was_padding(
         graphs = [len(plan.decode_slots) for _, plan, _ in log.steps if not plan.spans]
         assert graphs.count(5) > 10
         padding = sum(next(size for size in rungs(ROWS) if size >= rows) - rows for rows in graphs)
-        assert llm.stats()["padding_rows"] - before == padding
+        assert llm.stats()["padding_tokens"] - before == padding

@@ -16,7 +16,7 @@ from fastgraph.llm import LLM
 PERCENTILES = (50, 90, 99)
 TIMES = ("queued", "ttft", "tpot", "itl", "e2e")  # of each of which there are those percentiles
 
-_COUNTED = (*COUNTERS, "padding_rows")
+_COUNTED = (*COUNTERS, "padding_tokens")
 
 Figures = dict[str, "float | None"]
 Tell = Callable[[str, "float | None"], None]
@@ -74,7 +74,7 @@ def figures(took: float, runs: Sequence[Run], steps: Steps, counts: dict[str, in
         "steps": len(steps.at),
         "step_tokens": computed / len(steps.at),
         "largest_batch": int(steps.decoding.max()),
-        "padding_share": counts["padding_rows"] / (counts["padding_rows"] + computed),
+        "padding_share": counts["padding_tokens"] / (counts["padding_tokens"] + computed),
     }
     times: dict[str, Sequence[float] | Float64] = {
         "queued": [run.queued for run in runs],

@@ -16,7 +16,6 @@ from fastgraph.control.plan import Limits
 from fastgraph.device.compiler import CompiledStep, Mode
 from fastgraph.device.executor import Executor
 from fastgraph.device.handle import DeviceHandle
-from fastgraph.device.ladder import CaptureLadder
 from fastgraph.device.metadata import StepMetadata
 from fastgraph.device.slots import Slots
 from fastgraph.errors import ConfigError
@@ -92,15 +91,18 @@ def build_device(
         choices = tune(choices, signature, limits.slots, limits.max_step_tokens, progress)
     registry.build_missing(choices, signature)
     serving.serve(device.type, registry.load(choices))
-    ladder = CaptureLadder(top) if top else None
     step = CompiledStep(model, _caches(0, limits, shape, device, dtype), slots.state, limits.vocab, mode)
-    executor = Executor(step, slots, StepMetadata(limits, device), ladder, device, settle_depth(config, device))
+    executor = Executor(step, slots, StepMetadata(limits, device), top, device, settle_depth(config, device))
     progress("warming up" if mode == "off" else f"compiling ({mode})", None)
     executor.warm_up()
     progress("reserving memory for keys and values", None)
+    taken = 0
+    if device.type == "cuda":
+        most = _capturable_tokens(choices["prefill_attention"], limits.max_step_tokens)
+        taken = executor.reserve(limits, config.max_capture_tokens, most)
     width = cache_width(shape.head_dim, device.type)
     page_bytes = shape.layers * 2 * limits.page_size * shape.kv_heads * width * dtype.itemsize
-    limits = _fit_pages(config, limits, executor, page_bytes, device)
+    limits = _fit_pages(config, limits, taken, page_bytes, device)
     # Where a key depends on what comes after it, a prompt's pages are of no use to another.
     ropes = [module for module in model.modules() if isinstance(module, Rope)]
     shared = config.prefix_cache and not any(rope.looks_ahead(limits.max_model_len) for rope in ropes)
@@ -108,7 +110,7 @@ def build_device(
     step.caches = _caches(limits.pages, limits, shape, device, dtype)
     if device.type == "cuda":
         executor.rehearse(limits)
-    executor.capture(progress)
+        executor.capture(progress)
     return DeviceHandle(limits, executor, step)
 
 
@@ -156,21 +158,15 @@ def _limits(config: EngineConfig, shape: Any, vocab: int, device: torch.device) 
     return Limits(slots, slots * -(-asked // size), size, asked, step_tokens, vocab, window=window)
 
 
-def _fit_pages(
-    config: EngineConfig, limits: Limits, executor: Executor, page_bytes: int, device: torch.device
-) -> Limits:
+def _fit_pages(config: EngineConfig, limits: Limits, taken: int, page_bytes: int, device: torch.device) -> Limits:
     """The limits with as many pages as there is memory for, if the user has not said how many.
 
-    On a GPU what steps and graphs take is measured first, by running and recording the largest of each.
+    taken: bytes of a GPU that steps and graphs will take of what is free now.
     """
     pages = config.kv_pages
     if pages is None:
         if device.type == "cuda":
-            torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(device)
-            executor.rehearse(limits)
-            taken = free - torch.cuda.mem_get_info(device)[0] + executor.graph_memory()
-            torch.cuda.empty_cache()
             memory = free - taken - int(total * GPU_HEADROOM)
         else:
             memory = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
@@ -181,6 +177,16 @@ def _fit_pages(
         raise ConfigError("there is no memory left for keys and values: ask for a smaller model or dtype, or kv_pages")
     host_gb = HOST_KV_GB[device.type] if config.host_kv_gb is None else config.host_kv_gb
     return replace(limits, pages=pages, max_model_len=max_model_len, host_pages=int(host_gb * 1e9) // page_bytes)
+
+
+def _capturable_tokens(choice: registry.Choice, most: int) -> int:
+    """Of `most` tokens, up to how many a step may have for graphs to record whatever serves it."""
+    captured = 0
+    for rows, implementation in choice.parts():
+        if not implementation.capturable:
+            return captured
+        captured = most if rows is None else rows
+    return captured
 
 
 def _capture_top(config: EngineConfig, limits: Limits) -> int:

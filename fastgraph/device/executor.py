@@ -17,7 +17,7 @@ from torch import Tensor
 from fastgraph.control.plan import NULL_SLOT, Limits, Logprobs, PrefillSpan, StepPlan, StepResult
 from fastgraph.device.compiler import CompiledStep
 from fastgraph.device.host_pages import HostPages
-from fastgraph.device.ladder import CaptureLadder
+from fastgraph.device.ladder import CaptureLadder, Recorder, rungs, token_rungs
 from fastgraph.device.metadata import StepInputs, StepMetadata
 from fastgraph.device.slots import Slots
 from fastgraph.errors import FastgraphWarning
@@ -52,22 +52,27 @@ class Copied:
 
 
 class Executor:
-    """`depth` is how many steps may be in flight beside the newest one."""
+    """`depth` is how many steps may be in flight beside the newest one.
+
+    `capture_bs` is the largest batch whose decode steps are captured, 0 for none.
+    """
 
     def __init__(
         self,
         step: CompiledStep,
         slots: Slots,
         metadata: StepMetadata,
-        ladder: CaptureLadder | None,
+        capture_bs: int,
         device: torch.device,
         depth: int,
     ) -> None:
-        self._step, self._slots, self._metadata, self._ladder = step, slots, metadata, ladder
+        self._step, self._slots, self._metadata = step, slots, metadata
+        self._decode_ladder = CaptureLadder(rungs(capture_bs), self._padding) if capture_bs else None
+        self._mixed_ladder: CaptureLadder | None = None
         self._on_cuda = device.type == "cuda"
         self._host_pages = HostPages(device)
         self.above_ladder = 0  # decode steps too large for every captured graph
-        self.padding_rows = 0  # that decode steps computed to fill up a captured graph
+        self.padding_tokens = 0  # computed to fill up captured graphs
         # A result is read before its buffer's turn comes again.
         self._host = cycle([_Arrival() for _ in range(depth + 2)] if self._on_cuda else ())
 
@@ -93,16 +98,22 @@ class Executor:
         return arrival.copy(outputs, rows + len(plan.spans), sampled, wants_logprobs)
 
     def _mixed(self, plan: StepPlan) -> Launch:
-        return partial(self._step, self._metadata.refresh_mixed_metadata(plan))
+        size = self._mixed_ladder.fit(plan.tokens) if self._mixed_ladder else None
+        inputs = self._metadata.refresh_mixed_metadata(plan, size)
+        if self._mixed_ladder and size:
+            self.padding_tokens += size - plan.tokens
+            return partial(self._mixed_ladder.replay, size)
+        return partial(self._step, inputs)
 
     def _decode(self, rows: int, plan: StepPlan) -> Launch:
-        size = self._ladder.fit(rows) if self._ladder else None
-        if self._ladder and size:
+        ladder = self._decode_ladder
+        size = ladder.fit(rows) if ladder else None
+        if ladder and size:
             self._metadata.refresh_decode_metadata(size, rows, plan.decode_slots, for_graph_replay=True)
-            self.padding_rows += size - rows
-            return partial(self._ladder.replay, size)
-        if self._ladder:
-            self._count_above(rows, self._ladder)
+            self.padding_tokens += size - rows
+            return partial(ladder.replay, size)
+        if ladder:
+            self._count_above(rows, ladder)
         inputs = self._metadata.refresh_decode_metadata(rows, rows, plan.decode_slots, for_graph_replay=False)
         return partial(self._step, inputs)
 
@@ -122,30 +133,73 @@ class Executor:
         self._step(self._padding(1))
 
     @torch.inference_mode()
-    def rehearse(self, limits: Limits) -> None:
+    def rehearse(self, limits: Limits) -> int:
         """Run steps of padding of every order of size: their kernels are built, their memory is reserved.
 
-        Mixed steps, and the decode steps that no graph is captured for.
+        Mixed steps, and the decode steps that no graph is captured for. Returns the tokens of the largest mixed step
+        that the host takes about as long to launch as the device to run: up to there, graphs gain something.
         """
+        bound = 0
         for size in _orders(limits.max_step_tokens):
             longest = min(size, limits.max_model_len - 1)
-            if size <= longest * limits.slots:
-                self._mixed(_padding_plan(size, longest))()
-        captured = self._ladder.sizes[-1] if self._ladder else 0
+            if size > longest * limits.slots:
+                continue
+            inputs = self._metadata.refresh_mixed_metadata(_padding_plan(size, longest))
+            self._step(inputs)
+            torch.cuda.synchronize()
+            began = perf_counter()
+            self._step(inputs)
+            launched = perf_counter()
+            torch.cuda.synchronize()
+            if launched - began > (perf_counter() - began) / 2:
+                bound = max(bound, size)
+        rows = min(limits.slots, limits.max_step_tokens // 2)
+        self._step(self._metadata.refresh_mixed_metadata(_padding_plan(2 * rows, 2)))  # the most logits
+        captured = self._decode_ladder.sizes[-1] if self._decode_ladder else 0
         for size in _orders(limits.slots):
             if size > captured:
                 self._step(self._padding(size))
+        return bound
 
     @torch.inference_mode()
-    def graph_memory(self) -> int:
-        """Bytes of device memory that `capture` will take."""
-        return self._ladder.memory(self._padding, self._step) if self._ladder else 0
+    def reserve(self, limits: Limits, capture_tokens: int | None, most: int) -> int:
+        """Bytes of device memory that steps and graphs take beside the pages: measured, by running and recording them.
+
+        `capture_tokens`: of the largest mixed step to capture; None settles it by what the host is too slow for. Either
+        way not above `most`.
+        """
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        bound = self.rehearse(limits)
+        taken = free - torch.cuda.mem_get_info()[0]
+        if self._decode_ladder:
+            asked = bound if capture_tokens is None else capture_tokens
+            sizes = token_rungs(min(asked, most), limits.slots)
+            self._mixed_ladder = CaptureLadder(sizes, self._mixed_padding) if sizes else None
+        recorder = Recorder(self._step)
+        for ladder in self._ladders():
+            taken += ladder.memory(recorder)
+        for ladder in self._ladders():
+            ladder.clear()
+        torch.cuda.empty_cache()
+        return taken
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, float | None], None]) -> None:
-        """Record the decode step for every size of the ladder. The addresses of the caches are recorded with it."""
-        if self._ladder:
-            self._ladder.capture(self._padding, self._step, lambda done: progress("capturing CUDA graphs", done))
+        """Record all steps of the ladders. The addresses of the caches are recorded with them."""
+        recorder = Recorder(self._step)
+        if self._mixed_ladder:
+            self._mixed_ladder.capture(recorder, partial(progress, "capturing CUDA graphs of steps with prompts"))
+        if self._decode_ladder:
+            self._decode_ladder.capture(recorder, partial(progress, "capturing CUDA graphs of decode steps"))
+
+    def _ladders(self) -> list[CaptureLadder]:
+        """The one that takes the most memory first."""
+        return [ladder for ladder in (self._mixed_ladder, self._decode_ladder) if ladder]
+
+    def _mixed_padding(self, tokens: int) -> StepInputs:
+        """Inputs of a mixed step of padding alone."""
+        return self._metadata.refresh_mixed_metadata(_padding_plan(0, 1), tokens)
 
     def _padding(self, bs: int) -> StepInputs:
         """Inputs of a decode step of padding rows alone."""

@@ -30,7 +30,7 @@ class DeviceHandle:
             "recompiles": self._step.recompiles,
             "eager_steps": self._step.eager_steps + self._executor.above_ladder,
             "kernel_builds": _kernel_builds() - self._built,  # of every engine in this process
-            "padding_rows": self._executor.padding_rows,
+            "padding_tokens": self._executor.padding_tokens,
         }
 
     def shutdown(self) -> None:

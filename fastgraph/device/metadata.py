@@ -50,8 +50,8 @@ class StepMetadata:
             last=torch.arange(rows, dtype=torch.int32, device=device),
             query_lengths=full(rows, 1),
         )
-        self._mixed = StepInputs(*(full(n, 0) for n in (tokens, tokens, tokens, rows, rows, rows + 1, rows, rows)))
-        self._device = device
+        self._mixed = StepInputs(*(full(size, 0) for size in _sizes(tokens, rows + 1)))
+        self._slots, self._device = limits.slots, device
 
     def refresh_decode_metadata(self, bs: int, actual_bs: int, slots: Int32, *, for_graph_replay: bool) -> StepInputs:
         """Inputs of a decode step of `bs` rows, of which the first `actual_bs` are live.
@@ -70,25 +70,44 @@ class StepMetadata:
         torch._foreach_copy_([inputs.token_slots, inputs.slots, inputs.sampling_slots], [on_device] * 3)
         return inputs
 
-    def refresh_mixed_metadata(self, plan: StepPlan) -> StepInputs:
-        """Inputs of a step with prefill spans: decode rows first, then a row for each span. One packed copy."""
+    def refresh_mixed_metadata(self, plan: StepPlan, tokens: int | None = None) -> StepInputs:
+        """Inputs of a step with prefill spans: decode rows first, then a row for each span. One packed copy.
+
+        `tokens`: how many the step is padded to, for a captured graph. Padding tokens belong to no row and write to
+        page 0; the rows that are padding have no tokens.
+        """
         decoding = plan.decode_slots
         lengths = np.array([1] * len(decoding) + [len(s.ids) for s in plan.spans], np.int32)
         slots = np.concatenate([decoding, np.array([s.slot for s in plan.spans], np.int32)])
         ends = np.array([s.slot if s.samples else NULL_SLOT for s in plan.spans], np.int32)
         start = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
-        parts = (  # in the order of StepInputs
-            np.concatenate([np.full(len(decoding), FROM_SLOT, np.int32), *(s.ids for s in plan.spans)]),
-            np.arange(start[-1], dtype=np.int32) - np.repeat(start[:-1], lengths),
-            np.repeat(slots, lengths),
-            slots,
-            np.concatenate([decoding, ends]),
-            start,
-            start[1:] - 1,
-            lengths,
+        total, rows = int(start[-1]), len(slots)
+        sizes = _sizes(total, rows) if tokens is None else _sizes(tokens, rows_of(tokens, self._slots))
+        parts = (  # in the order of StepInputs, each with what its padding holds
+            (np.concatenate([np.full(len(decoding), FROM_SLOT, np.int32), *(s.ids for s in plan.spans)]), 0),
+            (np.arange(total, dtype=np.int32) - np.repeat(start[:-1], lengths), 0),
+            (np.repeat(slots, lengths), NULL_SLOT),
+            (slots, NULL_SLOT),
+            (np.concatenate([decoding, ends]), NULL_SLOT),
+            (start, total),
+            (start[1:] - 1, 0),
+            (lengths, 0),
         )
-        sizes = [len(part) for part in parts]
-        packed = upload(np.concatenate(parts, dtype=np.int32), self._device)
+        padded = [
+            np.concatenate([part, np.full(size - len(part), value, np.int32)])
+            for (part, value), size in zip(parts, sizes, strict=True)
+        ]
+        packed = upload(np.concatenate(padded, dtype=np.int32), self._device)
         inputs = StepInputs(*(buffer[:size] for buffer, size in zip(self._mixed, sizes, strict=True)))
         torch._foreach_copy_(list(inputs), packed.split(sizes))
         return inputs
+
+
+def rows_of(tokens: int, slots: int) -> int:
+    """Rows of a step that is padded to so many tokens: one more than it could have."""
+    return min(tokens, slots) + 1
+
+
+def _sizes(tokens: int, rows: int) -> list[int]:
+    """In the order of StepInputs."""
+    return [tokens, tokens, tokens, rows, rows, rows + 1, rows, rows]
