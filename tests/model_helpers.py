@@ -34,6 +34,7 @@ SIZES: dict[str, Any] = {
 }
 
 
+@torch.no_grad()
 def hf_model(config: Any) -> Any:
     """transformers' model with random weights, always the same ones."""
     torch.manual_seed(0)
@@ -58,6 +59,7 @@ def load(config: Any, hf: Any) -> tuple[ModuleType, Any]:
     return module, model
 
 
+@torch.no_grad()
 def reference(config: Any, prompt: list[int], answer: list[int]) -> Tensor:
     """transformers' logits: the prompt in one forward, then one token at a time. [tokens, vocab]"""
     hf = hf_model(config)  # a new one: its dynamic rope remembers the longest sequence it met
