@@ -60,6 +60,13 @@ class Paged:
             v_cache[page, offset] = randn(count, kv_heads, head_dim)
         return paged
 
+    def forget(self, window: int) -> None:
+        """Let NaN stand in the pages that lie wholly before the window of each row's next token."""
+        for slot in self.slots.tolist():
+            behind = max(int(self.lengths[slot]) + 1 - window, 0) // self.k_cache.shape[1]
+            for cache in (self.k_cache, self.v_cache):
+                cache[self.page_table[slot, :behind].long()] = torch.nan
+
     def cells(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The page and the place in it of a row's positions [start, stop)."""
         position = torch.arange(start, stop, device=DEVICE)

@@ -141,6 +141,18 @@ def test_equals_brute_force_in_a_pool_full_of_nan(name: str, scrambled: bool, wi
     assert_written(problem, before)
 
 
+@pytest.mark.parametrize("window", [1, 5, 9])
+@pytest.mark.parametrize("name", BATCHES)
+def test_pages_before_the_window_may_hold_anything(name: str, window: int) -> None:
+    problem = make(BATCHES[name])
+    k_cache, v_cache, table = problem.args[3:6]
+    for row in problem.rows:
+        behind = table[row.slot, : max(row.past + 1 - window, 0) // k_cache.shape[1]].long()
+        k_cache[behind] = v_cache[behind] = math.nan
+    got = problem.attend(0.3, window)
+    torch.testing.assert_close(got.double(), brute_force(problem, 0.3, window), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 8), (9, 3, 16), (5, 1, 8), (8, 2, 64)])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_every_grouping_of_heads_and_page_size(heads: int, kv_heads: int, head_dim: int, page_size: int) -> None:

@@ -44,6 +44,8 @@ def check_decode(past: list[int], kind: tuple) -> None:
     """Output and pages after one step; nothing but the new cells changes."""
     _, kv_heads, dim, _, _, window, page_size = kind
     paged = Paged.of(past, max(past) + 1, kv_heads, dim, page_size)
+    if window:
+        paged.forget(window)
     (q, k, v), turn, (q_norm, k_norm) = inputs(len(past), kind)
     before = paged.k_cache.clone(), paged.v_cache.clone()
     scale = dim**-0.5
@@ -99,6 +101,8 @@ def check_prefill(past: list[int], counts: list[int], kind: tuple) -> None:
     """Rotation, KV write and attention of ragged chunks."""
     _, kv_heads, dim, _, _, window, page_size = kind
     paged = Paged.of(past, max(p + c for p, c in zip(past, counts, strict=True)) + 1, kv_heads, dim, page_size)
+    if window:
+        paged.forget(window)
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     (q, k, v), turn, (q_norm, k_norm) = inputs(starts[-1], kind)
     row_of = [row for row, count in enumerate(counts) for _ in range(count)]

@@ -135,7 +135,10 @@ def _blocks(
         fade = tl.exp2(most - new)
         total = total * fade + tl.sum(p, 1)
         if MASKED:
-            v = tl.load(v_in + page[:, None], mask=(first + t < hi)[:, None], other=0.0)
+            used = first + t < hi
+            if WINDOW:  # what nobody sees may be anybody's by now, and even infinite
+                used &= first + t > tl.min(query, 0) - WINDOW
+            v = tl.load(v_in + page[:, None], mask=used[:, None], other=0.0)
         else:
             v = tl.load(v_in + page[:, None])
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")

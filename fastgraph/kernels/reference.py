@@ -104,12 +104,12 @@ def _padded_cells(
     positions = torch.arange(lowest, max(totals), device=device)  # [span]
     cells = _cells(torch.tensor(pages, device=device), page_size)  # [rows, pages * page_size]
     new = cells.gather(1, last)  # [rows, 1]
-    # Past a row's end stand cells that may hold NaN, which no mask silences (NaN * 0 is NaN). They are replaced by the
-    # row's new token, which is a number, and then masked.
+    # Past a row's end and before its window stand cells that may hold NaN, which no mask silences (NaN * 0 is NaN).
+    # They are replaced by the row's new token, which is a number, and then masked.
     mask = positions <= last  # [rows, span]
-    cells = torch.where(mask, cells[:, lowest : max(totals)], new)
     if window:
         mask &= positions > last - window
+    cells = torch.where(mask, cells[:, lowest : max(totals)], new)
     unseen = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, -torch.inf)
     return new[:, 0], cells.view(-1), unseen[:, None, None]
 
