@@ -362,15 +362,20 @@ class Scheduler:
         rows = np.flatnonzero(self.table.running[plan.sampling_slots])
         slots = plan.sampling_slots[rows]
         stopped, full = self.table.land(slots, result.tokens[rows])
-        outputs = []
-        for i in np.flatnonzero(stopped | full | self.table.incremental[slots]).tolist():
-            reason: FinishReason | None = "stop" if stopped[i] else "length" if full[i] else None
-            outputs.append(self._output(int(slots[i]), int(rows[i]), result, reason))
+        told = np.flatnonzero(stopped | full | self.table.incremental[slots])
+        reasons: list[FinishReason | None] = [None] * len(told)
+        for i in np.flatnonzero((stopped | full)[told]).tolist():
+            reasons[i] = "stop" if stopped[told[i]] else "length"
+        slots, pasts = slots[told], self.table.pasts(slots[told])
+        ids = self.table.request_id[slots].tolist()
+        each = zip(ids, slots.tolist(), rows[told].tolist(), reasons, pasts, strict=True)
+        outputs = [self._output(result, *one) for one in each]
         self._release_landed()
         return outputs
 
-    def _output(self, slot: int, row: int, result: StepResult, reason: FinishReason | None) -> Output:
-        request_id = int(self.table.request_id[slot])
+    def _output(
+        self, result: StepResult, request_id: int, slot: int, row: int, reason: FinishReason | None, past: Past
+    ) -> Output:
         state = self.states[request_id]
         assert isinstance(state, Decoding)
         logprobs = None
@@ -382,4 +387,4 @@ class Scheduler:
             tokens = self.table.answer(slot)
         if reason is not None:
             self._finish(state)
-        return Output(request_id, tokens, logprobs, reason, self.table.past(slot))
+        return Output(request_id, tokens, logprobs, reason, past)

@@ -78,13 +78,12 @@ class SlotTable:
         written: Int32 = self.tokens[slot, : min(self.known[slot], self.scheduled[slot])]
         return written
 
+    def pasts(self, slots: Int32) -> list[Past]:
+        columns = (self.number, self.admitted_at, self.first_token_at, self.cached_tokens)  # in the order of Past
+        return list(map(Past, *(column[slots].tolist() for column in columns)))
+
     def past(self, slot: int) -> Past:
-        return Past(
-            number=float(self.number[slot]),
-            admitted=float(self.admitted_at[slot]),
-            first_token=float(self.first_token_at[slot]),
-            cached_tokens=int(self.cached_tokens[slot]),
-        )
+        return self.pasts(np.array([slot], np.int32))[0]
 
     def last(self) -> int:
         """The running slot whose request is last in the policy's order."""
