@@ -252,7 +252,8 @@ def test_the_path_of_a_device_asks_nothing_of_the_host() -> None:
         torch.empty(3, MAX_LOGPROBS, dtype=torch.int32, device="meta"),
         torch.empty(3, MAX_LOGPROBS, device="meta"),
     )
-    sample(torch.empty(3, VOCAB, device="meta"), torch.empty(3, dtype=torch.int32, device="meta"), state, VOCAB, out)
+    logits, slots = torch.empty(3, VOCAB, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
+    sampling.sample_reference(logits, slots, VOCAB, state, out)
 
 
 @pytest.mark.gpu

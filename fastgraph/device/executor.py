@@ -12,7 +12,6 @@ from time import perf_counter
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fastgraph.control.plan import NULL_SLOT, Limits, Logprobs, PrefillSpan, StepPlan, StepResult
 from fastgraph.device.compiler import CompiledStep
@@ -21,7 +20,7 @@ from fastgraph.device.ladder import CaptureLadder, Recorder, rungs, token_rungs
 from fastgraph.device.metadata import StepInputs, StepMetadata
 from fastgraph.device.slots import Slots
 from fastgraph.errors import FastgraphWarning
-from fastgraph.kernels.sampling import SamplerOutput
+from fastgraph.kernels.sampling import SamplerOutput, outputs_of
 
 Launch = Callable[[], SamplerOutput]  # a step that is prepared, and only to be run
 
@@ -74,7 +73,7 @@ class Executor:
         self.above_ladder = 0  # decode steps too large for every captured graph
         self.padding_tokens = 0  # computed to fill up captured graphs
         # A result is read before its buffer's turn comes again.
-        self._host = cycle([_Arrival() for _ in range(depth + 2)] if self._on_cuda else ())
+        self._host = cycle([_Arrival(metadata.rows) for _ in range(depth + 2)] if self._on_cuda else ())
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Copied:
@@ -91,7 +90,9 @@ class Executor:
         began = perf_counter()
         outputs = launch()
         seconds = perf_counter() - began
-        sampled = np.flatnonzero([*[True] * rows, *(span.samples for span in plan.spans)])
+        sampled = np.arange(rows)
+        if plan.spans:
+            sampled = np.concatenate([sampled, rows + np.flatnonzero([span.samples for span in plan.spans])])
         wants_logprobs = bool(self._slots.wants_logprobs[plan.sampling_slots].any())
         if arrival is None:
             return Copied(outputs, sampled, wants_logprobs, seconds, None)
@@ -221,8 +222,8 @@ def _padding_plan(tokens: int, longest: int, decoding: int = 0) -> StepPlan:
 class _Arrival:
     """Pinned memory that one step's outputs are copied to, and when the device began and ended that."""
 
-    def __init__(self) -> None:
-        self._buffers: SamplerOutput | None = None
+    def __init__(self, rows: int) -> None:
+        self._buffers = outputs_of(rows, pin_memory=True)
         self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def expect(self) -> None:
@@ -230,15 +231,9 @@ class _Arrival:
         self._events[0].record()
 
     def copy(self, outputs: SamplerOutput, count: int, rows: NDArray[np.intp], wants_logprobs: bool) -> Copied:
-        if self._buffers is None or len(self._buffers.tokens) < count:
-            self._buffers = SamplerOutput(*(_pinned_like(part) for part in outputs))
         # Without log-probabilities nobody looks at the rest.
         wanted = len(outputs) if wants_logprobs else 1
         for source, target in zip(outputs[:wanted], self._buffers[:wanted], strict=True):
             target[:count].copy_(source[:count], non_blocking=True)
         self._events[1].record()
         return Copied(self._buffers, rows, wants_logprobs, 0.0, self._events)
-
-
-def _pinned_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -51,7 +51,8 @@ class StepMetadata:
             query_lengths=full(rows, 1),
         )
         self._mixed = StepInputs(*(full(size, 0) for size in _sizes(tokens, rows + 1)))
-        self._slots, self._device = limits.slots, device
+        self.rows, self._device = limits.slots, device
+        self._refreshed: tuple[int, Int32, StepInputs] | None = None  # the last decode step's size, slots and inputs
 
     def refresh_decode_metadata(self, bs: int, actual_bs: int, slots: Int32, *, for_graph_replay: bool) -> StepInputs:
         """Inputs of a decode step of `bs` rows, of which the first `actual_bs` are live.
@@ -61,6 +62,8 @@ class StepMetadata:
         """
         assert len(slots) == actual_bs <= bs
         assert for_graph_replay or bs == actual_bs
+        if self._refreshed is not None and self._refreshed[0] == bs and np.array_equal(self._refreshed[1], slots):
+            return self._refreshed[2]  # the same batch as in the last decode step: everything stands there
         padded = np.full(bs, NULL_SLOT, np.int32)
         padded[:actual_bs] = slots
         inputs = StepInputs(*(buffer[:bs] for buffer in self._decode))._replace(
@@ -68,6 +71,7 @@ class StepMetadata:
         )
         on_device = upload(padded, self._device)
         torch._foreach_copy_([inputs.token_slots, inputs.slots, inputs.sampling_slots], [on_device] * 3)
+        self._refreshed = bs, slots, inputs
         return inputs
 
     def refresh_mixed_metadata(self, plan: StepPlan, tokens: int | None = None) -> StepInputs:
@@ -82,7 +86,7 @@ class StepMetadata:
         ends = np.array([s.slot if s.samples else NULL_SLOT for s in plan.spans], np.int32)
         start = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
         total, rows = int(start[-1]), len(slots)
-        sizes = _sizes(total, rows) if tokens is None else _sizes(tokens, rows_of(tokens, self._slots))
+        sizes = _sizes(total, rows) if tokens is None else _sizes(tokens, rows_of(tokens, self.rows))
         parts = (  # in the order of StepInputs, each with what its padding holds
             (np.concatenate([np.full(len(decoding), FROM_SLOT, np.int32), *(s.ids for s in plan.spans)]), 0),
             (np.arange(total, dtype=np.int32) - np.repeat(start[:-1], lengths), 0),

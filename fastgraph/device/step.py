@@ -8,11 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastgraph.config import MAX_LOGPROBS
 from fastgraph.control.plan import NULL_SLOT
 from fastgraph.device.metadata import FROM_SLOT, StepInputs
 from fastgraph.device.slots import SlotState
-from fastgraph.kernels.sampling import SamplerOutput, sample
+from fastgraph.kernels.sampling import SamplerOutput, outputs_of, sample
 from fastgraph.ops import Batch, LayerCache
 
 
@@ -49,13 +48,7 @@ def begin(model: Model, inputs: StepInputs, state: SlotState) -> tuple[Batch, Te
 def end(model: Model, x: Tensor, inputs: StepInputs, state: SlotState, vocab: int) -> SamplerOutput:
     """Logits of each row's last token, a sampled token each, and the slots moved on."""
     logits = model.head(x[inputs.last])
-    rows = logits.shape[0]
-    out = SamplerOutput(
-        tokens=torch.empty(rows, dtype=torch.int32, device=x.device),
-        logprobs=torch.empty(rows, device=x.device),
-        top_ids=torch.empty(rows, MAX_LOGPROBS, dtype=torch.int32, device=x.device),
-        top_logprobs=torch.empty(rows, MAX_LOGPROBS, device=x.device),
-    )
+    out = outputs_of(logits.shape[0], device=x.device)
     sample(logits, inputs.sampling_slots, state.sampler, vocab, out)
     state.last_token[inputs.sampling_slots] = out.tokens
     state.sampler.generated[inputs.sampling_slots] += 1

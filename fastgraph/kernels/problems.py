@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fastgraph.config import MAX_LOGPROBS
 from fastgraph.kernels import registry, serving
 from fastgraph.kernels.attention import Pages, Turn
 from fastgraph.kernels.registry import Kernel, Signature
-from fastgraph.kernels.sampling import SamplerOutput, SamplerState
+from fastgraph.kernels.sampling import SamplerState, outputs_of
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 1e-2}  # of `error`
 
@@ -104,9 +103,7 @@ def _sampling(logits: Tensor, rows: int) -> tuple[Any, ...]:
     filters = (none + 50, zeros + 0.9, zeros)  # top_k, top_p, min_p
     limits = (none, none, lists, lists, torch.zeros(slots, 8), none - 1)
     state = SamplerState(place % 2 * 0.8, *filters, ones, zeros, zeros, seeds, *limits, counts, seen)
-    tops = (torch.empty(rows, MAX_LOGPROBS, dtype=torch.int32), torch.empty(rows, MAX_LOGPROBS))
-    out = SamplerOutput(torch.empty(rows, dtype=torch.int32), torch.empty(rows), *tops)
-    return logits, place[1:].int(), vocab, state, out
+    return logits, place[1:].int(), vocab, state, outputs_of(rows)
 
 
 def answer(op: str, kernel: Kernel, args: tuple[Any, ...]) -> list[Tensor]:

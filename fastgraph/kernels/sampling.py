@@ -17,12 +17,13 @@ bans give way, ids stay valid.
 from __future__ import annotations
 
 from math import isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastgraph.config import MAX_LOGPROBS
 from fastgraph.kernels import serving
 
 _BANNED = -torch.inf
@@ -65,6 +66,16 @@ class SamplerOutput(NamedTuple):
     logprobs: Tensor  # [rows] float32, of the sampled token
     top_ids: Tensor  # [rows, MAX_LOGPROBS] int32, likeliest first
     top_logprobs: Tensor  # [rows, MAX_LOGPROBS] float32
+
+
+def outputs_of(rows: int, **where: Any) -> SamplerOutput:
+    """Room for the outputs of so many rows. where: device or pin_memory, as `torch.empty` takes them."""
+    return SamplerOutput(
+        tokens=torch.empty(rows, dtype=torch.int32, **where),
+        logprobs=torch.empty(rows, **where),
+        top_ids=torch.empty(rows, MAX_LOGPROBS, dtype=torch.int32, **where),
+        top_logprobs=torch.empty(rows, MAX_LOGPROBS, **where),
+    )
 
 
 def sample(logits: Tensor, slots: Tensor, state: SamplerState, vocab_limit: int, out: SamplerOutput) -> None:
