@@ -98,7 +98,7 @@ def sample_reference(logits: Tensor, slots: Tensor, vocab_limit: int, state: Sam
     """`sample` in plain PyTorch: on a CPU row by row, on a GPU without a question asked of the host, but sorting."""
     for part, unused in zip(out, (0, 0, -1, _BANNED), strict=True):
         part.fill_(unused)
-    run = _sample_batch if logits.is_cuda else _sample_rows
+    run = _sample_rows if logits.is_cpu else _sample_batch
     run(logits[:, :vocab_limit].float(), slots, state, out)
 
 
