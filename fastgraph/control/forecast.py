@@ -44,11 +44,10 @@ def peak(tokens: Int32, left: Int32, page_size: int, largest: int = 0) -> float:
     It comes when one of them is about to end: those with more left are still there, each grown by as much. After
     "Past-Future Scheduler for LLM Serving under SLA Guarantees" (arXiv:2507.10150), which shows that this sees far
     more room than the sum of the final lengths. `largest` > 0 is what a request holds at most, since it gives back what
-    it has no more use for; then it is the sum of what they grow to.
+    it has no more use for: then they never need more than the sum of what they grow to.
     """
-    if largest:
-        tokens, left = np.minimum(tokens + left, largest), np.zeros_like(left)
     order = np.argsort(-left, kind="stable")
     still_there = np.arange(1, len(order) + 1)
     needed = (np.cumsum(tokens[order]) + still_there * left[order]) / page_size + still_there  # a last page each
-    return float(needed.max())
+    together = np.minimum(tokens + left, largest).sum() / page_size + len(tokens) if largest else np.inf
+    return float(min(needed.max(), together))
