@@ -32,7 +32,12 @@ Tell = Callable[[str, "float | None"], None]
 
 # What differs from the engine's own way, which is the last.
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
-    "cuda": {"eager": {"compile": "off", "max_capture_bs": 0}, "graphs": {"compile": "off"}, "compile+graphs": {}},
+    "cuda": {
+        "eager": {"compile": "off", "max_capture_bs": 0},
+        "graphs": {"compile": "off"},
+        "full+graphs": {"compile": "full"},
+        "compile+graphs": {},
+    },
     "cpu": {"eager": {"compile": "off"}, "compile": {}},
 }
 _STEPS = 24  # of one measurement
@@ -48,9 +53,10 @@ class Timing:
 
 
 def usual_arms(config: EngineConfig, device: torch.device) -> list[str]:
-    """All there are, unless nothing is compiled anyhow."""
-    names = list(ARMS[device.type])
-    return names if device.type == "cuda" or settle_compile(config, device) != "off" else names[:1]
+    """All there are, but for what takes minutes to compile, and without a compiler where nothing is compiled anyhow."""
+    if device.type == "cuda":
+        return ["eager", "graphs", "compile+graphs"]
+    return ["eager", "compile"] if settle_compile(config, device) != "off" else ["eager"]
 
 
 class Arm:
