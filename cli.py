@@ -195,9 +195,7 @@ def latency(
     prefill: Annotated[str | None, typer.Option(help="Tokens of single prompts to measure: a list; else n-in.")] = None,
     arms: Annotated[
         str | None,
-        typer.Option(
-            help="Ways that take turns: of eager, graphs, full+graphs, compile+graphs; on a CPU eager, compile."
-        ),
+        typer.Option(help="Ways that take turns: of eager, graphs, full+graphs, compile+graphs; on a CPU, compile."),
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="List the kernels of each step and their times.")] = False,
     n_in: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
