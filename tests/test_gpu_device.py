@@ -103,6 +103,19 @@ def test_nothing_is_read_or_written_outside_the_pages_of_live_requests(folder: P
         assert cache.v[untouched].isnan().all()
 
 
+@pytest.mark.parametrize("tokens", [0, 16, 96, 512])
+def test_steps_with_prompts_give_the_same_tokens_captured_or_not(folder: Path, tokens: int) -> None:
+    """Prompts that fill their graphs and some that leave padding, many in one step, and chunks above the ladder."""
+    options: dict[str, Any] = {"max_decode_bs": 12, "max_step_tokens": 600}
+    prompts = random_prompts(1, 16, 15, 17, 2, 95, 96, 97, 300, 900, 3, 64)
+    want = serve(build(folder, **options, **EAGER), prompts, 20)
+    device = build(folder, **options, max_capture_tokens=tokens)
+    before = device.counters()["padding_tokens"]
+    assert serve(device, prompts, 20) == want
+    assert (device.counters()["padding_tokens"] > before) == (tokens > 0)
+    assert device.counters()["kernel_builds"] == 0
+
+
 @pytest.mark.parametrize("mode", ["full", "off"])
 def test_other_ways_to_compile_give_the_same_tokens(folder: Path, mode: Any) -> None:
     prompts = random_prompts(1, 17, 300, 64)
