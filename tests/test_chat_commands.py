@@ -36,6 +36,11 @@ def test_help_lists_every_command_and_what_it_takes() -> None:
         assert command.help in shown
 
 
+def test_on_a_narrow_terminal_no_word_of_help_and_stats_is_cut() -> None:
+    shown = converse(FakeLLM(["one"]), "first", "/help", "/stats", width=20)
+    assert shown.count("…") == 1  # of KEY=VALUE …
+
+
 def test_every_command_is_in_the_documentation_as_it_is() -> None:
     page = (ROOT / "docs" / "chat.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(/\w+)(?: ([^`]+))?` \|", page, re.MULTILINE)
@@ -173,6 +178,7 @@ def test_options_are_read_as_they_are_typed() -> None:
         "logit_bias": {"5": 1},
     }
     assert parse_options("stop=the end  top_p=") == {"stop": "the end", "top_p": None}
+    assert parse_options("max-tokens=7 stop-token-ids=[1]") == {"max_tokens": 7, "stop_token_ids": [1]}
 
 
 def test_think_shows_the_last_thoughts_and_switches_thinking() -> None:
@@ -274,6 +280,14 @@ def test_a_file_that_is_read_goes_once_with_the_next_message(tmp_path: Path) -> 
     assert "notes.txt, 3 tokens, goes with your next message" in shown
     assert contents(llm.asked[0]) == ["notes.txt:\n\nalpha beta\ngamma\n\nSummarise."]
     assert contents(llm.asked[1])[-1] == "And now?"
+
+
+def test_a_question_that_was_refused_leaves_the_file_for_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("alpha")
+    llm = FakeLLM([RequestError("no"), "one"])
+    converse(llm, f"/read {file}", "first", "second")
+    assert contents(llm.asked[1]) == ["notes.txt:\n\nalpha\n\nsecond"]
 
 
 def test_clear_drops_a_file_that_was_to_go_with_the_next_message(tmp_path: Path) -> None:
@@ -380,6 +394,17 @@ def test_trimming_leaves_room_for_the_answer_that_was_asked_for() -> None:
     converse(llm, "a", "c", "/set max_tokens=3", "x", overflow="trim")
     assert contents(llm.asked[-1]) == ["a", "b " * 10, "c", "d " * 10, "x"]
     assert llm.sampled[-1]["max_tokens"] == 3
+
+
+def test_another_model_may_have_room_for_what_was_left_out() -> None:
+    conversation = Conversation(FakeLLM(["b " * 20, "d " * 20, "f"], context=55), {}, overflow="trim")  # type: ignore[arg-type]
+    for question in ("a", "c", "e"):
+        conversation.ask(question, lambda piece, thought: None)
+    assert conversation.left_out == 2
+    larger = FakeLLM(["h"])
+    conversation.use(larger)  # type: ignore[arg-type]
+    conversation.ask("g", lambda piece, thought: None)
+    assert len(larger.asked[0]) == 7
 
 
 def test_what_was_left_out_is_still_saved_and_shown_in_stats(tmp_path: Path) -> None:

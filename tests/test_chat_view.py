@@ -160,7 +160,14 @@ def test_each_paint_is_one_write_between_marks_that_make_it_appear_at_once() -> 
 
 def test_html_is_text() -> None:
     text = shown("Use <b>this</b> tag.\n\n<div class='x'>\nhello\n</div>\n", columns=60)
-    assert text == "Use <b>this</b> tag.\n\n<div class='x'> hello </div>"
+    assert text == "Use <b>this</b> tag.\n\n<div class='x'>\nhello\n</div>"
+
+
+def test_the_lines_of_a_verse_stay_lines() -> None:
+    assert (
+        shown("Roses are red\nViolets are blue\n\n- one\n  two\n")
+        == "Roses are red\nViolets are blue\n\n • one\n   two"
+    )
 
 
 def test_the_address_of_a_link_can_be_read() -> None:

@@ -44,11 +44,6 @@ def test_what_leaves(leave: str | type[BaseException]) -> None:
     assert llm.asked == []
 
 
-def test_help_lists_every_command() -> None:
-    shown = converse(FakeLLM([]), "/help")
-    assert all(command in shown for command in ("/help", "/clear", "/exit", "/quit", "Ctrl-C"))
-
-
 def test_an_unknown_command_is_not_sent_to_the_model_and_the_nearest_is_named() -> None:
     llm = FakeLLM([])
     shown = converse(llm, "/claer", "/xyzzy now")
@@ -114,7 +109,8 @@ def test_an_answer_may_take_all_that_the_context_leaves_and_no_more_than_was_ask
 
 def test_an_answer_that_the_context_cuts_is_said_to_be_cut_and_how_to_go_on() -> None:
     shown = converse(FakeLLM(["one two three four"], context=5), "a b", width=200)
-    assert "the answer was cut: the context of 5 tokens is full; /clear" in shown
+    assert "the answer was cut: the context of 5 tokens is full" in shown
+    assert "5 of 5 tokens of context used: /clear begins anew" in shown
 
 
 def test_an_answer_that_max_tokens_cuts_is_said_to_be_cut() -> None:
@@ -231,7 +227,7 @@ def test_one_answer_that_the_context_cuts_says_so_beside_stdout(capsys: pytest.C
     assert answer_once(Conversation(FakeLLM(["one two three"], context=3), {}), "What?") == 0  # type: ignore[arg-type]
     out, err = capsys.readouterr()
     assert out == "one two \n"
-    assert "the answer was cut" in err
+    assert err == "the answer was cut: the context of 3 tokens is full\n"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fastgraph.chat.conversation import NOT_IN_A_CHAT, parse_options
@@ -45,7 +45,7 @@ class Command:
 
 
 def _help(chat: Chat, _: str) -> None:
-    table = Table.grid(padding=(0, 2))
+    table = _table()
     for name, command in COMMANDS.items():
         table.add_row(Text(f"{name} {command.argument}", style="bold"), command.help)
     chat.show(table)
@@ -154,7 +154,7 @@ def _stats(chat: Chat, _: str) -> None:
     llm = conversation.llm
     longest, used = llm.limits.max_model_len, conversation.context
     stats = llm.stats()
-    table = Table.grid(padding=(0, 2))
+    table = _table()
     table.add_row("context", gauge(used, longest).append(f" {used} of {longest} tokens"))
     if conversation.left_out:
         table.add_row("left out", f"{conversation.left_out // 2} of {len(conversation.messages) // 2} turns")
@@ -179,7 +179,7 @@ def _model(chat: Chat, argument: str) -> None:
         try:
             chat.models.switch(argument)
         finally:
-            conversation.llm = chat.models.llm
+            conversation.use(chat.models.llm)
     llm = conversation.llm
     chat.note(f"{llm.checkpoint.name}, context {llm.limits.max_model_len} tokens")
 
@@ -208,7 +208,7 @@ COMMANDS = {
     "/model": Command("[NAME]", "show the model, or load another", _model, None),
     "/exit": Command("", "leave; so do /quit, Ctrl-D, and Ctrl-C twice", None),
 }
-ALIASES = {"/quit": "/exit", "/?": "/help"}
+ALIASES = {"/quit": "/exit"}
 
 
 def edited(text: str) -> str:
@@ -229,6 +229,13 @@ def edited(text: str) -> str:
     if code:
         raise RequestError(f"{editor} ended with code {code}: the question is as it was")
     return after
+
+
+def _table() -> Table:
+    table = Table.grid(
+        Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2)
+    )  # nothing is cut where it is narrow
+    return table
 
 
 def _last_question(chat: Chat) -> str:

@@ -84,6 +84,10 @@ class Conversation:
 
     # --- how the model answers ---
 
+    def use(self, llm: LLM) -> None:
+        """Go on with another model, whose context may hold more."""
+        self.llm, self.left_out = llm, 0
+
     @property
     def sampling(self) -> dict[str, Any]:
         """The sampling options of the next answer, beside the model's own defaults."""
@@ -245,12 +249,13 @@ def parse_options(text: str) -> dict[str, Any]:
     Raises `RequestError` for what is not KEY=VALUE.
     """
     options = {}
-    for part in re.split(r"\s+(?=\w+=)", text.strip()):
+    for part in re.split(r"\s+(?=[\w-]+=)", text.strip()):
         name, equals, value = part.partition("=")
-        if not equals or not re.fullmatch(r"\w+", name):
+        if not equals or not re.fullmatch(r"[\w-]+", name):
             raise RequestError(f"an option is set by KEY=VALUE, like temperature=0.5, not {part!r}")
+        name = name.replace("-", "_")  # as the command line has it
         try:
-            options[name.replace("-", "_")] = json.loads(value) if value else None
+            options[name] = json.loads(value) if value else None
         except ValueError:
             options[name] = value
     return options

@@ -18,7 +18,7 @@ from fastgraph.config import EngineConfig
 from fastgraph.errors import EngineDied, FastgraphError
 from fastgraph.terminal import load, silent_keyboard
 
-_COMMAND = re.compile(r"/[a-zA-Z?]*$")  # the first word; a path has another slash
+_COMMAND = re.compile(r"/[a-zA-Z]*$")  # the first word; a path has another slash
 
 
 class Models:
@@ -51,15 +51,16 @@ def answer_once(conversation: Conversation, question: str) -> int:
     """Answer one question on stdout; nothing but the answer goes there unless it is a terminal. The exit code."""
     console = Console(highlight=False)
     view = view_for(console, unfold=False)
+    longest = conversation.llm.limits.max_model_len
     try:
         with silent_keyboard():
             reply = conversation.ask(question, view.show)
     finally:
         view.close()
     if sys.stdout.isatty():
-        console.print(summary(reply, conversation))
+        console.print(summary(reply, longest))
     elif reply.context_full:
-        print(_cut(conversation), file=sys.stderr)
+        print(_cut(longest), file=sys.stderr)
     return 130 if reply.finish_reason == "abort" else 0
 
 
@@ -106,17 +107,20 @@ class Chat:
     def answer(self, question: str, *, again: bool = False) -> None:
         """Have a question answered, with what is attached; or `again`, in place of the last one."""
         if not again:
-            question, self.attached = "\n\n".join([*self.attached, question]), []
+            question = "\n\n".join([*self.attached, question])
         view = view_for(self.console, self.unfold)
         try:
             with silent_keyboard():
                 reply = self.conversation.ask(question, view.show, again=again)
         finally:
             view.close()
+        if not again:
+            self.attached = []  # a question that was refused did not take them along
         if reply.dropped:
             turns = "turn does" if reply.dropped == 1 else f"{reply.dropped} turns do"
             self.note(f"the oldest {turns} not fit into the context any more, and the model does not see them")
-        self.console.print(summary(reply, self.conversation))
+        line = summary(reply, self.conversation.llm.limits.max_model_len)
+        self.console.print(line.append(_advice(reply, self.conversation)))
 
     def note(self, text: str) -> None:
         self.console.print(Text(text, style="dim"))
@@ -151,8 +155,8 @@ class Chat:
         return True
 
 
-def summary(reply: Reply, conversation: Conversation) -> Text:
-    """The dim line under an answer."""
+def summary(reply: Reply, longest: int) -> Text:
+    """The dim line under an answer of a model whose context holds `longest` tokens."""
     tokens, seconds = reply.tokens, reply.decode_seconds
     parts = ["stopped"] if reply.finish_reason == "abort" else []
     if tokens:
@@ -160,18 +164,22 @@ def summary(reply: Reply, conversation: Conversation) -> Text:
     if tokens > 1 and seconds > 0:
         parts.append(f"{(tokens - 1) / seconds:.1f} tok/s")
     parts.append(f"{tokens} token{'' if tokens == 1 else 's'}")
-    longest = conversation.llm.limits.max_model_len
     if reply.context_full:
-        parts.append(_cut(conversation))
+        parts.append(_cut(longest))
     elif reply.finish_reason == "length":
         parts.append("cut at max-tokens")
-    line = Text(" · ".join([*parts, ""]), style="dim")
-    line.append_text(gauge(reply.context, longest))
-    if not reply.context_full and reply.context >= NEARLY_FULL * longest and conversation.overflow == "stop":
-        line.append(f" {reply.context} of {longest} tokens of context used: /clear begins anew")
-    return line
+    return Text(" · ".join([*parts, ""]), style="dim").append_text(gauge(reply.context, longest))
 
 
-def _cut(conversation: Conversation) -> str:
-    further = "the next question drops the oldest turns" if conversation.overflow == "trim" else "/clear begins anew"
-    return f"the answer was cut: the context of {conversation.llm.limits.max_model_len} tokens is full; {further}"
+def _cut(longest: int) -> str:
+    return f"the answer was cut: the context of {longest} tokens is full"
+
+
+def _advice(reply: Reply, conversation: Conversation) -> str:
+    """What a person can do about a context that is full, or nearly; "" if it is not."""
+    longest = conversation.llm.limits.max_model_len
+    if reply.context_full and conversation.overflow == "trim":
+        return " the next question drops the oldest turns"
+    if reply.context < NEARLY_FULL * longest or conversation.overflow == "trim":
+        return ""
+    return f" {reply.context} of {longest} tokens of context used: /clear begins anew"

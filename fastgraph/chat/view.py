@@ -220,6 +220,9 @@ def _blocks(tokens: Sequence[Token]) -> list[list[Token]]:
     """The outermost blocks, each with all that is in it."""
     blocks: list[list[Token]] = [[]]
     for token in tokens:
+        for child in token.children or ():
+            if child.type == "softbreak":  # models write verses, and code without fences: their lines stay lines
+                child.type = "hardbreak"
         blocks[-1].append(token)
         if token.level == 0 and token.nesting <= 0:
             blocks.append([])
