@@ -97,22 +97,31 @@ def test_the_parts_of_a_row_fill_the_machine_and_no_more() -> None:
     assert decode.split_count(1, 8, 132) == 32
 
 
-def check_prefill(past: list[int], counts: list[int], kind: tuple) -> None:
-    """Rotation, KV write and attention of ragged chunks."""
+def check_prefill(past: list[int], counts: list[int], kind: tuple, unowned: int = 0, empty: int = 0) -> None:
+    """Rotation, KV write and attention of ragged chunks.
+
+    Behind them `unowned` tokens that are NaN and belong to no row, and `empty` rows that have no tokens: what a step is
+    padded with.
+    """
     _, kv_heads, dim, _, _, window, page_size = kind
     paged = Paged.of(past, max(p + c for p, c in zip(past, counts, strict=True)) + 1, kv_heads, dim, page_size)
     if window:
         paged.forget(window)
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    (q, k, v), turn, (q_norm, k_norm) = inputs(starts[-1], kind)
+    (q, k, v), turn, (q_norm, k_norm) = inputs(starts[-1] + unowned, kind)
+    for x in (q, k, v):
+        x[starts[-1] :] = torch.nan
     row_of = [row for row, count in enumerate(counts) for _ in range(count)]
     place = [past[row] + i for row, count in enumerate(counts) for i in range(count)]
-    positions = torch.tensor(place, dtype=torch.int32, device=DEVICE)
-    token_slots = paged.slots[torch.tensor(row_of, device=DEVICE)]
+    positions = torch.tensor(place + [0] * unowned, dtype=torch.int32, device=DEVICE)
+    nobody = torch.zeros(unowned, dtype=torch.int32, device=DEVICE)
+    token_slots = torch.cat([paged.slots[torch.tensor(row_of, device=DEVICE)], nobody])
+    slots = torch.cat([paged.slots, torch.zeros(empty, dtype=torch.int32, device=DEVICE)])
     caches = (paged.k_cache, paged.v_cache, paged.page_table)
+    before = [cache.clone() for cache in caches[:2]]
     turned_q = rotary.rotate_and_write(q, k, v, *turn, *caches, positions, token_slots, q_norm, k_norm, EPS)
-    query_start = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
-    out = prefill.prefill_attention(turned_q, *caches, paged.lengths, paged.slots, query_start, dim**-0.5, window)
+    query_start = torch.tensor(starts + starts[-1:] * empty, dtype=torch.int32, device=DEVICE)
+    out = prefill.prefill_attention(turned_q, *caches, paged.lengths, slots, query_start, dim**-0.5, window)
     q_wide, k_wide = turned(q, turn, q_norm), turned(k, turn, k_norm)
     picked = range(starts[-1]) if not HAS_GPU else random.Random(0).sample(range(starts[-1]), min(starts[-1], 150))
     for token in {*picked, starts[-1] - 1}:
@@ -121,12 +130,25 @@ def check_prefill(past: list[int], counts: list[int], kind: tuple) -> None:
         assert error(paged.k_cache[cell][0], k_wide[token]) < TOLERANCE
         assert torch.equal(paged.v_cache[cell][0], v[token])
         assert error(out[token], paged.attention(q_wide[token], row, position, dim**-0.5, window)) < TOLERANCE
-    assert not out.isnan().any()
+    assert not out[: starts[-1]].isnan().any()
+    for row, count in enumerate(counts):
+        cell = paged.cells(row, past[row], past[row] + count)
+        for cache, old in zip(caches, before, strict=False):
+            old[cell] = cache[cell]
+    for cache, old in zip(caches, before, strict=False):
+        assert torch.equal(cache[1:].nan_to_num(9.0), old[1:].nan_to_num(9.0))  # page 0 alone is anybody's
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_of_ragged_chunks_with_and_without_history(kind: tuple) -> None:
     check_prefill([0, 37, 100, 15, 3], [9, 80, 5, 1, 0], kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("unowned", "empty"), [(1, 1), (70, 3), (0, 40)])
+def test_what_a_prefill_is_padded_with_reaches_no_row(kind: tuple, unowned: int, empty: int) -> None:
+    check_prefill([20, 0], [1, 33], kind, unowned, empty)
+    check_prefill([5, 37], [1, 1], kind, unowned, empty)  # one token a row, as in a decode step
 
 
 @pytest.mark.gpu
@@ -145,6 +167,7 @@ def test_decode_of_real_shapes_at_every_kind_of_batch(kind: tuple) -> None:
 def test_prefill_of_real_shapes(kind: tuple) -> None:
     check_prefill([0], [3000], kind)
     check_prefill([0, 500, 4000, 17, 0, 0, 64], [700, 33, 1, 256, 0, 128, 2000], kind)
+    check_prefill([900, 17, 0], [1, 1, 150], kind, 40, 90)
 
 
 @pytest.mark.gpu

@@ -78,6 +78,18 @@ def test_every_token_gets_the_weighted_sum_of_its_experts(name: str, kernel) -> 
 
 
 @pytest.mark.parametrize("kernel", [experts.experts, experts_reference], ids=["triton", "reference"])
+def test_a_token_that_is_no_number_reaches_no_other(kernel) -> None:
+    for tokens, count in ((4, 16), (25, 4)):
+        args = problem(routing(tokens, count, 2), count)
+        want = answer(*args)
+        for x in (args[0], args[3], args[5]):
+            x[2::3] = torch.nan
+        args[4][2::3] = torch.full((count,), torch.nan, device=DEVICE).topk(2, sorted=False).indices
+        live = torch.arange(tokens, device=DEVICE) % 3 != 2
+        assert error(kernel(*args)[live], want[live]) < TOLERANCE
+
+
+@pytest.mark.parametrize("kernel", [experts.experts, experts_reference], ids=["triton", "reference"])
 def test_biases_and_the_activation_of_gpt_oss(kernel) -> None:
     for tokens, count in ((1, 9), (3, 16), (25, 9)):
         args = problem(routing(tokens, count, 3), count)

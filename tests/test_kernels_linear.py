@@ -52,6 +52,19 @@ def test_tiles_and_splits_of_the_inputs_add_up_to_the_whole(biased: bool, gated:
     assert not launch.counters(DEVICE).any()  # ready for the next launch
 
 
+@pytest.mark.parametrize("rows", [2, 20])
+def test_a_row_that_is_no_number_reaches_no_other(rows: int) -> None:
+    for gated in (False, True):
+        args, _, residual, answer = problem(rows, 72, 160, (False, True, gated, True))
+        args[0][1::2], residual[1::2] = torch.nan, torch.nan
+        out = linears.linear(*args, gated, residual.clone())
+        assert error(out[::2], answer[::2]) < TOLERANCE
+        args, _, residual, answer = problem(rows, 72, 160, (False, False, gated, True))
+        args[0][1::2], residual[1::2] = torch.nan, torch.nan
+        plan = linears.TilePlan(16, 64 if HAS_GPU else 16, 32, 1 if gated else 2, 4, 3)
+        assert error(linears._tiled(*args[:3], gated, residual, "silu", plan)[::2], answer[::2]) < TOLERANCE
+
+
 def test_every_plan_covers_its_weight() -> None:
     for rows, n, k, gated in product((3, 16, 60, 128, 256), (64, 1000, 151936), (576, 1024, 14336), (False, True)):
         tile = linears.tile_plan(rows, n, k, gated, 132)
