@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from fastgraph.errors import ConfigError, RequestError
 
@@ -26,44 +26,46 @@ MAX_LOGPROBS = 20
 class EngineConfig:
     """Options of one engine. `None` and "auto" are settled when the model and the device are known.
 
-    Capacity and speed are apart: `max_decode_bs` is how many requests may decode at once.
+    Capacity and speed are apart: `max_decode_bs` is how many requests may decode at once. The command line makes its
+    flags of the fields and what is said of them; there, `kernels` is written OP=NAME.
     """
 
-    model: str | None = None  # folder, .gguf file or hub id; None is the default small model
-    revision: str | None = None
-    token: str | None = None
-    offline: bool = False
-    device: Device = "auto"
-    dtype: DType = "auto"
-    compile: CompileMode = "auto"
-    load_format: LoadFormat = "auto"
-    chat_template: str | None = None  # a path to a jinja file, or the template itself
-    max_model_len: int | None = None  # tokens a request may span, prompt and answer together
-    max_decode_bs: int | None = None
-    max_capture_bs: int | None = None  # decode rows that CUDA graphs are captured for; 0: none, None: max_decode_bs
-    max_capture_tokens: int | None = None  # tokens of steps with prompts that CUDA graphs are captured for; 0: none
-    max_step_tokens: int | None = None  # tokens one step may compute; longer prompts are chunked
-    page_size: int = 16  # tokens a page holds
-    kv_pages: int | None = None  # None: sized from the memory that is free once the weights are loaded
-    prefix_cache: bool = True  # prompts share the pages of what they begin with
-    host_kv_gb: float | None = None  # host memory that requests may be saved to when they have to make room
-    in_flight_depth: int | None = None  # steps submitted before the oldest is read
-    autotune: bool = True  # measure at start which of several kernels for an op is the fastest
-    kernels: Mapping[str, str] = field(default_factory=dict)  # op -> the implementation to take, whatever is faster
-    trace: str | None = None  # a file to write the scheduler's decisions to
+    model: Annotated[str | None, "A folder, a .gguf file or a hub id; without it, a small default model."] = None
+    revision: Annotated[str | None, "The hub's branch, tag or commit."] = None
+    token: Annotated[str | None, "The hub's access token."] = None
+    offline: Annotated[bool, "Make do with what was fetched before."] = False
+    device: Annotated[Device, "Where to run; auto takes a GPU if there is one."] = "auto"
+    dtype: Annotated[DType, "Of weights and arithmetic; auto is what the machine multiplies natively."] = "auto"
+    compile: Annotated[CompileMode, "One graph (full), one per region (regional) or none (off)."] = "auto"
+    load_format: Annotated[LoadFormat, "dummy fills the model's shapes with random weights."] = "auto"
+    chat_template: Annotated[str | None, "A jinja file, or the template itself."] = None
+    max_model_len: Annotated[int | None, "Tokens a request may span, prompt and answer together."] = None
+    max_decode_bs: Annotated[int | None, "Requests that may decode at once."] = None
+    max_capture_bs: Annotated[int | None, "The largest batch captured as a CUDA graph; 0 for none."] = None
+    max_capture_tokens: Annotated[int | None, "The most tokens of a captured step with prompts; 0 for none."] = None
+    max_step_tokens: Annotated[int | None, "Tokens one step may compute; longer prompts are chunked."] = None
+    page_size: Annotated[int, "Tokens a page of KV holds."] = 16
+    kv_pages: Annotated[int | None, "Pages of KV; sized from the memory that the weights leave free."] = None
+    prefix_cache: Annotated[bool, "Prompts share the pages of what they begin with."] = True
+    host_kv_gb: Annotated[float | None, "GB of host memory for requests that have to make room."] = None
+    in_flight_depth: Annotated[int | None, "Steps submitted before the oldest is read."] = None
+    autotune: Annotated[bool, "Measure at start which of several kernels is the fastest."] = True
+    kernels: Annotated[
+        Mapping[str, str], "OP=NAME, the kernel an op takes; may be repeated. `fastgraph kernels` lists them."
+    ] = field(default_factory=dict)
+    trace: Annotated[str | None, "Write the scheduler's decisions to this file, for `fastgraph replay`."] = None
 
     def __post_init__(self) -> None:
         choices = {"device": Device, "dtype": DType, "compile": CompileMode, "load_format": LoadFormat}
         for name, literal in choices.items():
-            _one_of(name, getattr(self, name), get_args(literal))
-        capacities = ("max_model_len", "max_decode_bs", "max_step_tokens", "page_size", "kv_pages")
-        for name in (*capacities, "max_capture_bs", "max_capture_tokens"):
-            value = getattr(self, name)
-            least = 0 if name.startswith("max_capture") else 1
+            value, allowed = getattr(self, name), get_args(literal)
+            if value not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+        positive = ("max_model_len", "max_decode_bs", "max_step_tokens", "page_size", "kv_pages")
+        for name in (*positive, "max_capture_bs", "max_capture_tokens", "in_flight_depth"):
+            value, least = getattr(self, name), 1 if name in positive else 0
             if value is not None and (not _is_int(value) or value < least):
                 raise ConfigError(f"{name} must be a whole number from {least} up, not {value!r}")
-        if self.in_flight_depth is not None and (not _is_int(self.in_flight_depth) or self.in_flight_depth < 0):
-            raise ConfigError(f"in_flight_depth must be 0 or more, not {self.in_flight_depth!r}")
         if self.host_kv_gb is not None and (not _is_real(self.host_kv_gb) or self.host_kv_gb < 0):
             raise ConfigError(f"host_kv_gb must be a number from 0 up, not {self.host_kv_gb!r}")
         if not isinstance(self.kernels, Mapping) or not all(
@@ -80,26 +82,29 @@ class SamplingParams:
     """How one request's tokens are chosen and when it stops.
 
     Order of the filters: logit_bias, penalties, min_tokens, temperature, top_k, top_p, min_p. `temperature=0` is
-    argmax. Log-probabilities are those of the raw model, before any of them.
+    argmax. Log-probabilities are those of the raw model, before any of them. The repetition penalty divides logits
+    above 0 and multiplies those below (CTRL, arXiv:1909.05858). `max_tokens=None` is as many as the context leaves.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0  # 0: all of the vocabulary
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # divides or multiplies logits of prompt and answer tokens (CTRL, arXiv:1909.05858)
-    presence_penalty: float = 0.0  # subtracted once for a token that the answer has
-    frequency_penalty: float = 0.0  # subtracted as many times as the answer has it
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None  # None: random
-    n: int = 1
-    max_tokens: int | None = None  # None: as many as the context leaves
-    min_tokens: int = 0  # no end of text before this many tokens
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0
+    temperature: Annotated[float, "0 always takes the likeliest token."] = 0.0
+    top_k: Annotated[int, "Sample among the k likeliest tokens; 0 is all."] = 0
+    top_p: Annotated[float, "Sample among the likeliest tokens that make up this probability."] = 1.0
+    min_p: Annotated[float, "Drop tokens less likely than this share of the likeliest."] = 0.0
+    repetition_penalty: Annotated[float, "Above 1 discourages tokens of prompt and answer."] = 1.0
+    presence_penalty: Annotated[float, "Subtracted from the logit of a token that the answer has."] = 0.0
+    frequency_penalty: Annotated[float, "Subtracted as many times as the answer has the token."] = 0.0
+    logit_bias: Annotated[Mapping[int, float], "ID=BIAS, added to a token's logit; may be repeated."] = field(
+        default_factory=dict
+    )
+    seed: Annotated[int | None, "The same seed gives the same answer; random if left out."] = None
+    n: Annotated[int, "How many answers to give."] = 1
+    max_tokens: Annotated[int | None, "Tokens an answer may have."] = None
+    min_tokens: Annotated[int, "No end of text before so many tokens."] = 0
+    stop: Annotated[tuple[str, ...], "End the answer before this text; may be repeated."] = ()
+    stop_token_ids: Annotated[tuple[int, ...], "End the answer at this token id; may be repeated."] = ()
+    ignore_eos: Annotated[bool, "Go on past the model's end of text."] = False
+    logprobs: Annotated[bool, "Report the log-probability of each token."] = False
+    top_logprobs: Annotated[int, "And of so many alternatives."] = 0
 
     @classmethod
     def of(cls, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> SamplingParams:
@@ -165,11 +170,6 @@ def _is_int(value: object) -> bool:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def _whole(params: SamplingParams, name: str, low: int) -> None:

@@ -5,60 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.errors import ConfigError, RequestError
 
-_ENGINE_HELP = {
-    "model": "A folder, a .gguf file or a hub id; without it, a small default model.",
-    "revision": "The hub's branch, tag or commit.",
-    "token": "The hub's access token.",
-    "offline": "Make do with what was fetched before.",
-    "device": "Where to run; auto takes a GPU if there is one.",
-    "dtype": "Of weights and arithmetic; auto is what the machine multiplies natively.",
-    "compile": "One graph (full), one per region (regional) or none (off).",
-    "load_format": "dummy fills the model's shapes with random weights.",
-    "chat_template": "A jinja file, or the template itself.",
-    "max_model_len": "Tokens a request may span, prompt and answer together.",
-    "max_decode_bs": "Requests that may decode at once.",
-    "max_capture_bs": "The largest batch whose steps are captured as CUDA graphs; 0 for none.",
-    "max_capture_tokens": "The most tokens of a step with prompts that is captured as a CUDA graph; 0 for none.",
-    "max_step_tokens": "Tokens one step may compute; longer prompts are chunked.",
-    "page_size": "Tokens a page of KV holds.",
-    "kv_pages": "Pages of KV; sized from free memory if left out.",
-    "prefix_cache": "Prompts share the pages of what they begin with.",
-    "host_kv_gb": "GB of host memory that requests may be saved to when they have to make room.",
-    "in_flight_depth": "Steps submitted before the oldest is read.",
-    "autotune": "Measure at start which of several kernels is the fastest.",
-    "kernels": "OP=NAME, the kernel an op takes; may be repeated. `fastgraph kernels` lists them.",
-    "trace": "Write the scheduler's decisions to this file, for `fastgraph replay`.",
-}
-
-_SAMPLING_HELP = {
-    "temperature": "0 always takes the likeliest token.",
-    "top_k": "Sample among the k likeliest tokens; 0 is all.",
-    "top_p": "Sample among the likeliest tokens that make up this probability.",
-    "min_p": "Drop tokens less likely than this share of the likeliest.",
-    "repetition_penalty": "Above 1 discourages tokens of prompt and answer.",
-    "presence_penalty": "Subtracted from the logit of a token that the answer has.",
-    "frequency_penalty": "Subtracted as many times as the answer has the token.",
-    "logit_bias": "ID=BIAS, added to a token's logit; may be repeated.",
-    "seed": "The same seed gives the same answer; random if left out.",
-    "n": "How many answers to give.",
-    "max_tokens": "Tokens an answer may have.",
-    "min_tokens": "No end of text before so many tokens.",
-    "stop": "End the answer before this text; may be repeated.",
-    "stop_token_ids": "End the answer at this token id; may be repeated.",
-    "ignore_eos": "Go on past the model's end of text.",
-    "logprobs": "Report the log-probability of each token.",
-    "top_logprobs": "And of so many alternatives.",
-}
-
 _SINGULAR = {"kernels": "kernel"}  # a flag that is repeated names one at a time
-_CHAT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "stop")
+_CHAT_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "stop")
+_KINDS: dict[Any, Any] = {Mapping[str, str]: list[str] | None, Mapping[int, float]: list[str] | None}
+_SAMPLING_KINDS = _KINDS | {int: int | None, float: float | None}
+_SAMPLING_KINDS |= {tuple[str, ...]: list[str] | None, tuple[int, ...]: list[int] | None}
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +46,7 @@ def takes(*groups: FlagGroup) -> Callable[[Callable[..., None]], Callable[..., N
             command(**values)
 
         kept = [parameter for name, parameter in own.items() if name not in {group.name for group in groups}]
-        signature = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*kept, *added)]
+        signature = [parameter.replace(kind=_KEYWORD_ONLY) for parameter in (*kept, *added)]
         run.__name__, run.__doc__, run.__annotations__ = command.__name__, command.__doc__, {}
         run.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
         return run
@@ -95,19 +54,19 @@ def takes(*groups: FlagGroup) -> Callable[[Callable[..., None]], Callable[..., N
     return decorate
 
 
-def _flag(name: str, annotation: Any, default: Any, help: str, panel: str) -> inspect.Parameter:
-    long = _SINGULAR.get(name, name).replace("_", "-")
-    names = [f"--{long}/--no-{long}" if default is True else f"--{long}", *(["-m"] if name == "model" else [])]
-    option = typer.Option(*names, help=help, rich_help_panel=panel, show_default=default not in (None, "auto", False))
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, option]
-    )
-
-
-def _engine_flags() -> list[inspect.Parameter]:
-    hints = get_type_hints(EngineConfig) | {"kernels": list[str] | None}
-    defaults = {f.name: None if f.default is MISSING else f.default for f in fields(EngineConfig)}
-    return [_flag(name, hints[name], value, _ENGINE_HELP.get(name, ""), "Engine") for name, value in defaults.items()]
+def _flags(options: type, defaults: Mapping[str, Any], kinds: Mapping[Any, Any], panel: str) -> list[inspect.Parameter]:
+    """Flags for the fields of `options` that have a default here; `kinds` has the types that flags write otherwise."""
+    hints = get_type_hints(options, include_extras=True)
+    flags = []
+    for name, default in defaults.items():
+        kind, help = get_args(hints[name])
+        long = _SINGULAR.get(name, name).replace("_", "-")
+        names = [f"--{long}/--no-{long}" if default is True else f"--{long}", *(["-m"] if name == "model" else [])]
+        shown = default not in (None, "auto", False)
+        option = typer.Option(*names, help=help, rich_help_panel=panel, show_default=shown)
+        written: Any = kinds.get(kind, kind)
+        flags.append(inspect.Parameter(name, _KEYWORD_ONLY, default=default, annotation=Annotated[written, option]))
+    return flags
 
 
 def _engine(values: dict[str, Any]) -> EngineConfig:
@@ -116,18 +75,6 @@ def _engine(values: dict[str, Any]) -> EngineConfig:
     if wrong:
         raise ConfigError(f"a kernel is chosen by OP=NAME, like decode_attention=triton, not {wrong[0]!r}")
     return EngineConfig(**values, kernels={op: name for op, _, name in pairs})
-
-
-def _sampling_flags(names: Sequence[str]) -> list[inspect.Parameter]:
-    hints = get_type_hints(SamplingParams)
-    # A flag that is left out leaves the matter to the model's generation config.
-    kinds: dict[Any, Any] = {float: float | None, tuple[str, ...]: list[str] | None, tuple[int, ...]: list[int] | None}
-    kinds |= {int: int | None, Mapping[int, float]: list[str] | None}
-    return [
-        _flag(name, kinds.get(hints[name], hints[name]), False if hints[name] is bool else None, help, "Sampling")
-        for name, help in _SAMPLING_HELP.items()
-        if name in names
-    ]
 
 
 def _sampling(values: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +96,11 @@ def _bias(text: str) -> tuple[int, float]:
         raise RequestError(f"a logit bias is written ID=BIAS, like 42=-100, not {text!r}") from error
 
 
-ENGINE = FlagGroup("engine", _engine_flags(), _engine)
-SAMPLING = FlagGroup("sampling", _sampling_flags(tuple(_SAMPLING_HELP)), _sampling)
-CHAT_SAMPLING = FlagGroup("sampling", _sampling_flags(_CHAT), _sampling)
+_ENGINE = {f.name: None if f.default is MISSING else f.default for f in fields(EngineConfig)}
+# A flag that is left out leaves the matter to the model's generation config.
+_SAMPLING = {f.name: False if f.default is False else None for f in fields(SamplingParams)}
+_CHAT = {name: None for name in _SAMPLING if name in _CHAT_NAMES}
+
+ENGINE = FlagGroup("engine", _flags(EngineConfig, _ENGINE, _KINDS, "Engine"), _engine)
+SAMPLING = FlagGroup("sampling", _flags(SamplingParams, _SAMPLING, _SAMPLING_KINDS, "Sampling"), _sampling)
+CHAT_SAMPLING = FlagGroup("sampling", _flags(SamplingParams, _CHAT, _SAMPLING_KINDS, "Sampling"), _sampling)
