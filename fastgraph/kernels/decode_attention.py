@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastgraph.kernels.launch import can_overlap, counters, gdc_launch_dependents, gdc_wait, multiprocessors
+from fastgraph.kernels.launch import (
+    can_overlap,
+    counters,
+    gdc_launch_dependents,
+    gdc_wait,
+    multiprocessors,
+    power_of_two,
+)
 from fastgraph.kernels.rotary import angles, norm_and_rotate, partner_of
 
 _STAGES = 3  # of the load pipeline: the page numbers, and then the keys and values, of the blocks ahead
@@ -94,8 +101,8 @@ def decode_attention(
         sinks is not None,
         splits,
         32 if head_dim <= 128 else 16,  # what the registers hold
-        triton.next_power_of_2(group),
-        max(triton.next_power_of_2(group), 8),
+        power_of_two(group),
+        max(power_of_two(group), 8),
         _STAGES,
         overlap,
         num_warps=1,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastgraph.kernels.experts import STEEPNESS
-from fastgraph.kernels.launch import can_overlap, gdc_launch_dependents, gdc_wait
+from fastgraph.kernels.launch import can_overlap, cdiv, gdc_launch_dependents, gdc_wait, power_of_two
 from fastgraph.kernels.norm import activate
 
 _STEEPNESS = tl.constexpr(STEEPNESS)
@@ -66,7 +66,7 @@ class VectorPlan(NamedTuple):
 
 def vector_plan(k: int, together: int) -> VectorPlan:
     """Each thread holds 128 bytes of bfloat16 weights. together: rows of the weights that make up one output."""
-    one = triton.next_power_of_2(k) * together
+    one = power_of_two(k) * together
     warps = min(max(one // 1024, 2), 16)
     return VectorPlan(max(64 * 32 * warps // one, 1), warps)
 
@@ -78,14 +78,14 @@ def _few(call: _Call) -> Tensor:
     h, y = x.new_empty(tokens * top_k, width), torch.empty_like(x)
     plan = vector_plan(hidden, 2)
     launch = {"num_warps": plan.warps, "launch_pdl": overlap}
-    sizes = (width, hidden, top_k, plan.block, triton.next_power_of_2(hidden))
-    grid = (triton.cdiv(width, plan.block), tokens * top_k)
+    sizes = (width, hidden, top_k, plan.block, power_of_two(hidden))
+    grid = (cdiv(width, plan.block), tokens * top_k)
     _vector_up[grid](x, gate_up, gate_up_bias, ids, h, *sizes, limit, overlap, **launch)
-    padded = triton.next_power_of_2(top_k)
+    padded = power_of_two(top_k)
     plan = vector_plan(width, padded)
     launch = {"num_warps": plan.warps, "launch_pdl": overlap}
-    sizes = (hidden, width, top_k, plan.block, triton.next_power_of_2(width))
-    grid = (triton.cdiv(hidden, plan.block), tokens)
+    sizes = (hidden, width, top_k, plan.block, power_of_two(width))
+    grid = (cdiv(hidden, plan.block), tokens)
     _vector_down[grid](h, down, down_bias, weights, ids, residual, y, *sizes, padded, overlap, **launch)
     return y
 
@@ -192,7 +192,7 @@ class TilePlan(NamedTuple):
 
 def tile_plan(rows: int, experts: int, itemsize: int) -> TilePlan:
     """Blocks high enough for most experts to have one, as long as that costs nothing but idle tensor cores."""
-    height = min(max(triton.next_power_of_2(3 * rows // (2 * experts)), 16), 128)
+    height = min(max(power_of_two(3 * rows // (2 * experts)), 16), 128)
     outputs, depth = 128, 128 // itemsize  # whole lines of memory
     stage = 128 * (height + outputs)  # bytes
     return TilePlan(height, outputs, depth, 8 if height > 64 else 4, min(100_000 // stage, 4))
@@ -217,11 +217,11 @@ def _many(call: _Call, plan: TilePlan | None = None) -> Tensor:
     for source, weight, bias, out, gated in ((x, gate_up, gate_up_bias, h, True), (h, down, down_bias, parts, False)):
         (n, k), outputs = (out.shape[1], source.shape[1]), plan.outputs // (2 if gated else 1)
         tile = (plan.rows, outputs, plan.depth, plan.stages)
-        grid, where = (blocks, triton.cdiv(n, outputs)), (order, table, weights, out)
+        grid, where = (blocks, cdiv(n, outputs)), (order, table, weights, out)
         launch = {"num_warps": plan.warps, "launch_pdl": overlap}
         _tiled[grid](source, weight, bias, *where, n, k, ids.shape[1], *tile, gated, limit, overlap, **launch)
-    block = min(triton.next_power_of_2(hidden), 1024)
-    grid = (tokens, triton.cdiv(hidden, block))
+    block = min(power_of_two(hidden), 1024)
+    grid = (tokens, cdiv(hidden, block))
     _add_up[grid](parts, residual, y, hidden, ids.shape[1], block, overlap, num_warps=4, launch_pdl=overlap)
     return y
 

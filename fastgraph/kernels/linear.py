@@ -16,7 +16,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastgraph.kernels.launch import can_overlap, counters, gdc_launch_dependents, gdc_wait, multiprocessors, prefetch
+from fastgraph.kernels.launch import (
+    can_overlap,
+    cdiv,
+    counters,
+    gdc_launch_dependents,
+    gdc_wait,
+    multiprocessors,
+    power_of_two,
+    prefetch,
+)
 from fastgraph.kernels.norm import activate, gate_mul, gate_mul_reference, rms_norm, rms_norm_reference
 
 _SMALL = 1 << 24  # weights; how many decides between the plans, as measured on an H200 for models of 0.6B to 8B
@@ -81,7 +90,7 @@ class VectorPlan(NamedTuple):
 
 def vector_plan(n: int, k: int, gated: bool) -> VectorPlan:
     """Large weights are read with 256 bytes a thread; small ones with 128, so that every multiprocessor has a share."""
-    width, rows = triton.next_power_of_2(k), 2 if gated else 1
+    width, rows = power_of_two(k), 2 if gated else 1
     small = n * rows * k < _SMALL // 2
     warps = min(max(width // (512 if small else 256), 2), 8)
     block = (128 if small else 256) * 32 * warps // (2 * width * rows)
@@ -103,7 +112,7 @@ def _vector(
     n = weight.shape[0] // (2 if gated else 1)
     y = x.new_empty(rows, n) if residual is None else residual
     overlap = can_overlap(x.device)
-    _vector_kernel[(triton.cdiv(n, plan.block),)](
+    _vector_kernel[(cdiv(n, plan.block),)](
         x,
         norm,
         weight,
@@ -115,7 +124,7 @@ def _vector(
         k,
         rows,
         plan.block,
-        triton.next_power_of_2(k),
+        power_of_two(k),
         norm is not None,
         gated,
         activation == "gelu",
@@ -207,12 +216,12 @@ def most_tiled_rows(n: int, k: int, gated: bool) -> int:
 
 def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int) -> TilePlan:
     """Tiles of 64 outputs. The inputs are split where there are few tiles and much to read for each."""
-    height = max(triton.next_power_of_2(rows), 16)
+    height = max(power_of_two(rows), 16)
     if height > 64 and n * k * (2 if gated else 1) <= _SMALL:
         height //= 2
     outputs = 64
     depth = 128 if height + outputs * (2 if gated else 1) <= 192 else 64
-    tiles, splits = triton.cdiv(rows, height) * triton.cdiv(n, outputs), 1
+    tiles, splits = cdiv(rows, height) * cdiv(n, outputs), 1
     while not gated and splits < 8:
         wave = 2 * tiles * splits / multiprocessors
         if not ((wave <= 0.5 and k >= 1024 * splits) or (wave <= 1 and k >= 4096 * splits)):
@@ -234,7 +243,7 @@ def _tiled(
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
     y = x.new_empty(rows, n) if residual is None else residual
-    grid = (triton.cdiv(rows, plan.rows), triton.cdiv(n, plan.outputs), plan.splits)
+    grid = (cdiv(rows, plan.rows), cdiv(n, plan.outputs), plan.splits)
     tiles = grid[0] * grid[1]
     parts = x.new_empty(tiles * plan.splits * plan.rows * plan.outputs if plan.splits > 1 else 1, dtype=torch.float32)
     overlap = can_overlap(x.device)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgraph.kernels.launch import can_overlap, gdc_launch_dependents, gdc_wait
+from fastgraph.kernels.launch import can_overlap, cdiv, gdc_launch_dependents, gdc_wait, power_of_two
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """
     rows, width = x.shape
     y = torch.empty_like(x)
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     overlap = can_overlap(x.device)
     warps = min(max(block // 512, 1), 16)
     adds = residual is not None
@@ -72,7 +72,7 @@ def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(rows, width)
     overlap = can_overlap(gate_up.device)
-    grid = (rows, triton.cdiv(width, 1024))
+    grid = (rows, cdiv(width, 1024))
     _gate_mul[grid](gate_up, y, width, 1024, activation == "gelu", overlap, num_warps=4, launch_pdl=overlap)
     return y
 

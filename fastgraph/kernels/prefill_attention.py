@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastgraph.kernels.launch import power_of_two
+
 _BELOW = tl.constexpr(-1.0e30)  # for a score that must not count
 _LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -41,7 +43,7 @@ def prefill_attention(
     rows = len(slots)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     plan = block_plan(head_dim)
-    block_m = max(plan.queries, triton.next_power_of_2(group))
+    block_m = max(plan.queries, power_of_two(group))
     options = {"maxnreg": plan.registers} if plan.registers and q.is_cuda else {}
     # Each row wastes at most one block, so this many blocks are enough, whatever the rows' lengths.
     _prefill[(kv_heads, tokens // (block_m // group) + rows)](

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastgraph.kernels.launch import can_overlap, gdc_launch_dependents, gdc_wait
+from fastgraph.kernels.launch import can_overlap, cdiv, gdc_launch_dependents, gdc_wait
 from fastgraph.kernels.norm import rms_norm_reference
 
 _TOKENS = 16  # tokens of one head that a program handles
@@ -42,7 +42,7 @@ def rotate_and_write(
     rotates = cos is not None
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format) if rotates else q
     overlap = can_overlap(q.device)
-    grid = (triton.cdiv(tokens, _TOKENS), (heads if rotates else 0) + 2 * kv_heads)
+    grid = (cdiv(tokens, _TOKENS), (heads if rotates else 0) + 2 * kv_heads)
     _rotate_and_write[grid](
         q,
         k,

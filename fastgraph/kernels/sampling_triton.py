@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastgraph.kernels.launch import can_overlap, gdc_launch_dependents, gdc_wait
+from fastgraph.kernels.launch import can_overlap, cdiv, gdc_launch_dependents, gdc_wait, power_of_two
 from fastgraph.kernels.sampling import SamplerOutput, SamplerState
 from fastgraph.kernels.sampling_groups import (
     HIGHEST,
@@ -77,7 +77,7 @@ def sample_rows(logits: Tensor, slots: Tensor, vocab_limit: int, state: SamplerS
     rows, width = logits.shape
     if not rows:
         return
-    tiles = triton.cdiv(vocab_limit, TILE.value)
+    tiles = cdiv(vocab_limit, TILE.value)
     groups = tiles * LANES.value
     known = _Groups(*torch.empty(len(_Groups._fields), rows, groups, device=logits.device).unbind())
     adjusted = torch.empty(rows, tiles * TILE.value, device=logits.device)  # rows that change nothing leave it alone
@@ -85,7 +85,7 @@ def sample_rows(logits: Tensor, slots: Tensor, vocab_limit: int, state: SamplerS
     tables = (state.stop_ids, state.bias_ids, state.bias_values, state.output_counts, state.prompt_tokens)
     strides = _Strides(*state.seed.stride(), *(table.stride(0) for table in tables))
     shared = (logits, logits.stride(0), width, vocab_limit, slots, state, strides, adjusted, known, groups)
-    lengths = [n for table in tables[:2] for n in (table.shape[1], triton.next_power_of_2(table.shape[1]))]
+    lengths = [n for table in tables[:2] for n in (table.shape[1], power_of_two(table.shape[1]))]
     most = out.top_ids.shape[1]
     vector = 16 // logits.element_size()
     overlap = can_overlap(logits.device)
@@ -99,7 +99,7 @@ def sample_rows(logits: Tensor, slots: Tensor, vocab_limit: int, state: SamplerS
         _NEAR,
         vector,
         most,
-        triton.next_power_of_2(most),
+        power_of_two(most),
         overlap,
         num_warps=8,
         maxnreg=128,
