@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -127,6 +128,12 @@ class Interrupt:
         if self._action is not None:
             self._action()
 
+    def listen(self, signals: socket.socket) -> None:
+        with signals:
+            while numbers := signals.recv(64):
+                if signal.SIGINT in numbers:
+                    self.come()
+
 
 @contextmanager
 def on_interrupt() -> Iterator[Interrupt]:
@@ -136,9 +143,17 @@ def on_interrupt() -> Iterator[Interrupt]:
         yield interrupt
         return
     before = signal.signal(signal.SIGINT, interrupt.come)
+    # The main thread runs this when it wakes, and a signal that comes just before it falls asleep does not wake it: it
+    # could sleep through the whole reading of a long prompt. So another thread hears of signals, too.
+    ours, pythons = socket.socketpair()
+    pythons.setblocking(False)
+    fd = signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=interrupt.listen, args=(ours,), daemon=True).start()
     try:
         yield interrupt
     finally:
+        signal.set_wakeup_fd(fd)
+        pythons.close()
         signal.signal(signal.SIGINT, before)
 
 

@@ -16,6 +16,8 @@ class Thinking:
     opens: str  # like <think>
     closes: str
     switch: str | None  # the template's variable that turns thinking on and off, if it has one
+    answers: str = ""  # what marks an answer that comes without thoughts, if anything does
+    sent_back: bool = True  # in an answer's content, for the template to treat; some refuse it there
 
     @property
     def tags(self) -> tuple[str, str]:
@@ -29,8 +31,21 @@ class Thinking:
         return thoughts, answer
 
 
+# gpt-oss: https://cookbook.openai.com/articles/openai-harmony
+_FINAL = "<|channel|>final<|message|>"
+_HARMONY = Thinking(
+    opens="<|channel|>analysis<|message|>",
+    closes=f"<|end|><|start|>assistant{_FINAL}",
+    switch=None,
+    answers=_FINAL,
+    sent_back=False,
+)
+
+
 def find_thinking(template: str) -> Thinking | None:
     """What a chat template says of thoughts; None if it knows of none."""
+    if _HARMONY.opens in template:
+        return _HARMONY
     found = _CLOSING.search(template)
     if found is None:
         return None
@@ -57,12 +72,14 @@ class ThoughtSplitter:
         if self._thinking is None:
             yield from self._give(len(self._held))
             return
-        opens, closes = self._thinking.tags
+        opens, closes, answers = self._thinking.opens, self._thinking.closes, self._thinking.answers
         if self.in_thoughts is None:
             start = self._held.lstrip()
             if start.startswith(opens):
                 self._held, self.in_thoughts = start[len(opens) :], True
-            elif not opens.startswith(start):
+            elif answers and start.startswith(answers):
+                self._held, self.in_thoughts = start[len(answers) :], False
+            elif not opens.startswith(start) and not answers.startswith(start):
                 self.in_thoughts = False
         if self.in_thoughts:
             end = self._held.find(closes)

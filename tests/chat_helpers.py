@@ -97,6 +97,10 @@ class FakeLLM:
         return FakeStream(re.findall(r"\s*\S+\s*", answer), sampling["max_tokens"], len(ids), self.delays)
 
 
+def contents(messages: Sequence[dict[str, str]]) -> list[str]:
+    return [message["content"] for message in messages]
+
+
 def converse(llm: FakeLLM, *lines: str | type[BaseException], width: int = 80, **options: Any) -> str:
     """What a person who types these lines is shown, beside the answers' text."""
     script = iter(lines)

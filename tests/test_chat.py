@@ -58,31 +58,36 @@ def test_the_context_runs_out_in_a_real_conversation_without_a_traceback(llm: fa
     assert conversation.ask("What is the capital of France?", lambda piece, thought: None).finish_reason == "stop"
 
 
-def test_what_was_changed_or_asked_again_is_answered_as_if_it_had_been_so_all_along(llm: fastgraph.LLM) -> None:
-    def answer(conversation: Conversation, question: str, again: bool = False) -> str:
+def test_what_was_taken_back_or_changed_leaves_nothing_behind_in_the_cache(llm: fastgraph.LLM) -> None:
+    greedy = {"temperature": 0.0, "max_tokens": 8}
+    conversation = Conversation(llm, greedy)
+    prompts, answers = [], []
+
+    def ask(question: str, again: bool = False) -> None:
         conversation.ask(question, lambda piece, thought: None, again=again)
-        return conversation.messages[-1]["content"]
+        system = [{"role": "system", "content": conversation.system}] if conversation.system else []
+        prompts.append(llm.render([*system, *conversation.messages[:-1]]))
+        answers.append(conversation.messages[-1]["content"])
 
-    greedy = {"temperature": 0.0, "max_tokens": 12}
-    changed = Conversation(llm, greedy)
-    answer(changed, "Name a colour.")
-    answer(changed, "Name an animal.")
-    answer(changed, "Name a fruit.", again=True)
-    changed.undo()
-    answer(changed, "Name a city in Italy.")
-    changed.system = "Answer in one word."
-    last = answer(changed, "Name a planet.")
+    ask("Name a colour.")
+    ask("Name an animal.")
+    ask("Name an animal.", again=True)  # /retry
+    ask("Name a fruit, please.", again=True)  # /edit
+    conversation.undo()
+    ask("Name a city in Italy.")
+    conversation.undo()
+    ask("Name an animal.")
+    conversation.system = "Answer in one word."
+    ask("Name a planet.")
+    assert [len(prompt) for prompt in prompts] == [reply.prompt_tokens for reply in conversation.replies]
+    assert [reply.cached_tokens >= 32 for reply in conversation.replies] == [False, *[True] * 5, False]
 
-    fresh = Conversation(llm, greedy, system="Answer in one word.")
-    fresh.messages = changed.messages[:-2]
-    assert len(fresh.messages) == 4
-    # No page of another conversation serves this one: the same tokens, without the prefix cache, by one that never
-    # had it.
-    ids = llm.render([{"role": "system", "content": "Answer in one word."}, *changed.messages[:-1]])
+    # An engine that never had a prefix cache computes all of each conversation anew.
     with fastgraph.load_model(
-        compile="off", max_model_len=128, max_decode_bs=1, dtype="float32", prefix_cache=False
+        compile="off", max_model_len=128, max_decode_bs=8, dtype="float32", prefix_cache=False
     ) as other:
-        assert other.generate(ids, **greedy).text == last == answer(fresh, "Name a planet.")
+        fresh = other.generate(prompts, **greedy)
+    assert [completion.text for completion in fresh] == answers
 
 
 def assert_nobody_holds_pages(llm: fastgraph.LLM) -> None:

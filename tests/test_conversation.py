@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import queue
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,8 +87,9 @@ def test_the_answer_is_followed_by_its_speed_and_length() -> None:
 
 
 def test_a_narrow_terminal_shows_everything() -> None:
-    shown = converse(FakeLLM(["one two three"]), "count", "/help", width=20)
+    shown = converse(FakeLLM(["one two three"]), "count", "/help", "/stats", width=20)
     assert all(len(line) <= 20 for line in shown.splitlines())
+    assert shown.count("…") == 1  # of KEY=VALUE …: no word was cut
     assert "3 tokens" in " ".join(shown.split())
 
 
@@ -159,6 +163,22 @@ def test_an_interrupt_stops_the_answer_and_what_came_is_kept(capsys: pytest.Capt
     assert conversation.messages[1] == {"role": "assistant", "content": "one two "}
     conversation.ask("go on", lambda piece, thought: None)
     assert [message["content"] for message in llm.asked[1]] == ["count", "one two ", "go on"]
+
+
+def test_an_interrupt_that_does_not_wake_the_main_thread_is_heard() -> None:
+    pieces: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def interrupted() -> None:
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # this thread's, so that the other sleeps on
+
+    thread = threading.Thread(target=interrupted)
+    with terminal.on_interrupt() as interrupt:
+        interrupt.calls(lambda: pieces.put("stopped"))
+        thread.start()
+        assert pieces.get(timeout=60) == "stopped"
+        thread.join()
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_question_stopped_before_its_answer_began_is_not_kept() -> None:

@@ -101,6 +101,49 @@ def test_thoughts_are_shown_apart_and_stay_in_the_message_for_the_template_to_tr
     assert rendered == "<|user|>What?\n<|assistant|>It is Paris.\n<|user|>How many?\n<|assistant|>"
 
 
+# As gpt-oss's does it, as far as it goes: thoughts are refused in an answer's content.
+HARMONY_TEMPLATE = """
+{%- for m in messages %}
+{%- if "<|channel|>analysis<|message|>" in m.content or "<|channel|>final<|message|>" in m.content %}
+{{- raise_exception("thoughts in the content") }}
+{%- endif %}
+{%- set channel = "<|channel|>final" if m.role == "assistant" else "" %}
+{{- "<|start|>" + m.role + channel + "<|message|>" + m.content + "<|end|>" }}
+{%- endfor %}
+{{- "<|start|>assistant" }}"""
+HARMONY = find_thinking(HARMONY_TEMPLATE)
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "thoughts", "answer"),
+    [
+        (f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{FINAL}Yes.", "hm", "Yes."),
+        (f"{FINAL}Yes.", "", "Yes."),
+        ("<|channel|>analysis<|message|>hm hm", "hm hm", ""),
+        ("Yes.", "", "Yes."),
+    ],
+)
+def test_channels_are_told_apart(text: str, thoughts: str, answer: str, step: int) -> None:
+    assert split(text, step, thinking=HARMONY) == (thoughts, answer)
+
+
+def test_a_template_that_refuses_thoughts_gets_answers_alone() -> None:
+    text = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{FINAL}Paris."
+    llm = FakeLLM([text, "<|channel|>analysis<|message|>hm hm hm", f"{FINAL}Yes."], thinking=HARMONY)
+    conversation = Conversation(llm, {})  # type: ignore[arg-type]
+    conversation.ask("What?", lambda text, thought: None)
+    assert conversation.last_answer == ("hm", "Paris.")
+    conversation.ask("How many?", interrupt_after(2))
+    conversation.ask("So?", lambda text, thought: None)
+    assert ChatTemplate(HARMONY_TEMPLATE, {}).render(llm.asked[2]) == (
+        f"<|start|>user<|message|>What?<|end|><|start|>assistant{FINAL}Paris.<|end|>"
+        f"<|start|>user<|message|>How many?<|end|><|start|>assistant{FINAL}<|end|>"
+        "<|start|>user<|message|>So?<|end|><|start|>assistant"
+    )
+
+
 def test_thoughts_that_the_prompt_has_opened_are_thoughts_from_the_first_token_on() -> None:
     llm = FakeLLM(["hm\n</think>\n\nYes."], thinking=THINK, prompt_end="<|assistant|><think>\n")
     conversation = Conversation(llm, {})  # type: ignore[arg-type]

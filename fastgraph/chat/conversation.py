@@ -216,6 +216,10 @@ class Conversation:
     def _render(self, messages: Sequence[dict[str, str]]) -> list[int]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         thinking = self.llm.thinking
+        if thinking and not thinking.sent_back:
+            messages = [
+                {**m, "content": thinking.split(m["content"])[1]} if m["role"] == "assistant" else m for m in messages
+            ]
         variables = {thinking.switch: self._think} if self._think is not None and thinking and thinking.switch else None
         return self.llm.render([*system, *messages], template_variables=variables)
 
