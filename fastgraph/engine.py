@@ -66,26 +66,29 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of a request."""
+class Completion:
+    """An answer. `str()` of it is its text."""
 
+    text: str  # of an `Ask` whose text nobody reads as it comes: empty
     token_ids: list[int]  # without the id that stopped it
-    text: str | None  # None if nobody read it while it came: decode token_ids
-    finish_reason: FinishReason
-    logprobs: list[TokenLogprob] | None
+    finish_reason: FinishReason  # "stop", "length" or "abort"
+    logprobs: list[TokenLogprob] | None  # one per token, if asked for
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, found in the prefix tree
+    cached_tokens: int  # of the prompt, found in the prefix cache
     timing: Timing
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class Ticket:
-    """One submitted request. `future` resolves to its `Answer`; `on_text` is called with each piece as it comes."""
+    """One submitted request. `future` resolves to its `Completion`."""
 
-    def __init__(self, request: Request, text: TextStream | None, on_text: Callable[[str], None] | None) -> None:
+    def __init__(self, request: Request, ask: Ask) -> None:
         self.request = request
-        self.future: Future[Answer] = Future()
+        self.future: Future[Completion] = Future()
         self.future.set_running_or_notify_cancel()  # asyncio would cancel it: only `abort` ends a request
-        self._text, self._on_text = text, on_text
+        self.text, self._on_text = ask.text, ask.on_text
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._submitted = perf_counter()
@@ -96,13 +99,13 @@ class Ticket:
         if output.logprobs is not None:
             self._logprobs += _token_logprobs(output, self.request.sampling.top_logprobs)
         reason = output.finish_reason
-        if self._text is not None:
-            piece = self._text.push(output.token_ids.tolist())
-            if self._text.stopped:
+        if self.text is not None:
+            piece = self.text.push(output.token_ids.tolist())
+            if self.text.stopped:
                 reason = "stop"  # the string wins over whatever else ended the request in this step
-                del self._tokens[self._text.kept :], self._logprobs[self._text.kept :]
+                del self._tokens[self.text.kept :], self._logprobs[self.text.kept :]
             elif reason is not None:
-                piece += self._text.finish()
+                piece += self.text.finish()
             if piece and self._on_text is not None:
                 self._on_text(piece)
         if reason is not None:
@@ -119,18 +122,17 @@ class Ticket:
         self.future.set_exception(error)
 
     def _resolve(self, reason: FinishReason, past: Past) -> None:
-        now = perf_counter()
-        start = self._submitted
-        answer = Answer(
+        start, now = self._submitted, perf_counter()
+        completion = Completion(
+            text="" if self.text is None else self.text.text,
             token_ids=self._tokens,
-            text=None if self._text is None else self._text.text,
             finish_reason=reason,
             logprobs=self._logprobs if self.request.sampling.logprobs else None,
             prompt_tokens=len(self.request.prompt),
             cached_tokens=past.cached_tokens,
             timing=Timing((past.admitted or now) - start, (past.first_token or now) - start, now - start),
         )
-        self.future.set_result(answer)
+        self.future.set_result(completion)
 
 
 def _token_logprobs(output: Output, alternatives: int) -> Iterator[TokenLogprob]:
@@ -166,26 +168,13 @@ class Engine:
 
     # --- for callers ---
 
-    def submit(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        stop_ids: tuple[int, ...],
-        text: TextStream | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> Ticket:
-        """`submit_all` for one."""
-        return self.submit_all([Ask(prompt, sampling, seed, stop_ids, text, on_text)])[0]
-
     def submit_all(self, asks: Sequence[Ask]) -> list[Ticket]:
         """Queue requests, all between the same two steps, so that they form the same batches every time.
 
         Raises `RequestError` if one of them cannot be served, and then none is; `EngineDied` after the end.
         """
         with self._order:
-            tickets = [Ticket(self._request(ask), ask.text, ask.on_text) for ask in asks]
+            tickets = [Ticket(self._request(ask), ask) for ask in asks]
 
             def enter() -> None:
                 for ticket in tickets:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, cast, overload
@@ -18,9 +18,8 @@ import numpy as np
 
 from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.policy import Policy, first_come
-from fastgraph.control.states import FinishReason
 from fastgraph.control.trace import Trace
-from fastgraph.engine import Answer, Ask, Engine, Ticket, Timing, TokenLogprob
+from fastgraph.engine import Ask, Completion, Engine, Ticket, Timing, TokenLogprob
 from fastgraph.errors import ConfigError, RequestError
 from fastgraph.loading.chat_template import ChatTemplate, find_chat_template
 from fastgraph.loading.checkpoint import Checkpoint, Progress, open_checkpoint
@@ -34,22 +33,6 @@ Prompt = str | Sequence[int]  # text, or token ids
 DEFAULT_MAX_TOKENS = 256  # of a request that does not say; `max_tokens=None` is as many as the context leaves
 
 __all__ = ["LLM", "Completion", "Stream", "Timing", "TokenLogprob", "load_model"]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """An answer. `str()` of it is its text."""
-
-    text: str
-    token_ids: list[int]  # without the end-of-text id
-    finish_reason: FinishReason  # "stop", "length" or "abort"
-    logprobs: list[TokenLogprob] | None  # one per token, if asked for
-    prompt_tokens: int
-    cached_tokens: int  # of the prompt, found in the prefix cache
-    timing: Timing
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def load_model(
@@ -149,11 +132,11 @@ class LLM:
         """`generate` for one prompt, without blocking the event loop. Cancelling it aborts the request."""
         tickets = self.engine.submit_all(self._asks(self._ids(prompt), sampling))
         try:
-            answers = await asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
+            await asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
         except asyncio.CancelledError:
             self.engine.abort([ticket.request.id for ticket in tickets])
             raise
-        return cast(Completion, _single([self._completion(answer) for answer in answers]))
+        return cast(Completion, _single([self._completion(ticket) for ticket in tickets]))
 
     # --- answers, as they come ---
 
@@ -289,25 +272,18 @@ class LLM:
         tickets = self.engine.submit_all([ask for group in groups for ask in group])
         try:
             _wait([ticket.future for ticket in tickets], progress)
-            answers = iter([self._completion(ticket.future.result()) for ticket in tickets])
+            answers = iter([self._completion(ticket) for ticket in tickets])
             return [_single([next(answers) for _ in group]) for group in groups]
         except BaseException:
             self.engine.abort([ticket.request.id for ticket in tickets])
             raise
 
-    def _completion(self, answer: Answer) -> Completion:
-        text = answer.text
-        if text is None:
-            text = self.tokenizer.decode(answer.token_ids) if self.tokenizer else ""
-        return Completion(
-            text=text,
-            token_ids=answer.token_ids,
-            finish_reason=answer.finish_reason,
-            logprobs=answer.logprobs,
-            prompt_tokens=answer.prompt_tokens,
-            cached_tokens=answer.cached_tokens,
-            timing=answer.timing,
-        )
+    def _completion(self, ticket: Ticket) -> Completion:
+        """The whole answer, once it is here, with its text."""
+        completion = ticket.future.result()
+        if ticket.text is not None or self.tokenizer is None:
+            return completion
+        return replace(completion, text=self.tokenizer.decode(completion.token_ids))
 
 
 class Stream:
@@ -346,7 +322,7 @@ class Stream:
     @property
     def completion(self) -> Completion:
         """The whole answer; waits for its end."""
-        return self._llm._completion(self._ticket.future.result())
+        return self._llm._completion(self._ticket)
 
 
 def _is_prompt(value: object) -> bool:
@@ -376,7 +352,7 @@ def _sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     return {"temperature": 1.0} | {n: generation_config[n] for n in names if generation_config.get(n) is not None}
 
 
-def _wait(futures: Sequence[Future[Answer]], progress: bool | None) -> None:
+def _wait(futures: Sequence[Future[Completion]], progress: bool | None) -> None:
     """Until all are done, with a bar on stderr if asked for."""
     show = progress if progress is not None else len(futures) > 1 and sys.stderr.isatty()
     if not show:

@@ -13,7 +13,7 @@ from simulated import SimulatedDevice, uninterrupted
 
 from fastgraph.config import SamplingParams
 from fastgraph.control.plan import Limits, StepPlan
-from fastgraph.engine import Engine, Ticket
+from fastgraph.engine import Ask, Engine, Ticket
 
 VOCAB = 24
 LIMITS = Limits(slots=4, pages=40, page_size=4, max_model_len=128, max_step_tokens=24, vocab=VOCAB)
@@ -60,7 +60,8 @@ def running(
 
 def ask(engine: Engine, prompt: list[int], seed: int = 0, stop: tuple[int, ...] = (), **options: Any) -> Ticket:
     sampling = {name: options.pop(name) for name in list(options) if name not in ("text", "on_text")}
-    return engine.submit(prompt, SamplingParams(**{"max_tokens": 12, **sampling}), seed=seed, stop_ids=stop, **options)
+    params = SamplingParams(**{"max_tokens": 12, **sampling})
+    return engine.submit_all([Ask(prompt, params, seed, stop, **options)])[0]
 
 
 def expected(ticket: Ticket) -> tuple[list[int], str]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fastgraph.bench.workloads import Turn
 from fastgraph.config import SamplingParams
-from fastgraph.engine import Answer, Ask
+from fastgraph.engine import Ask, Completion
 from fastgraph.errors import ConfigError
 from fastgraph.llm import LLM
 from fastgraph.loading.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ class Run:
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
     @classmethod
-    def of(cls, answer: Answer, arrivals: list[float]) -> Run:
+    def of(cls, answer: Completion, arrivals: list[float]) -> Run:
         timing = answer.timing
         times = {"ttft": timing.ttft, "total": timing.total, "queued": timing.queued}
         return cls(

@@ -14,7 +14,7 @@ from fastgraph.bench import load, measure
 from fastgraph.bench.load import Played, Tell
 from fastgraph.bench.measure import Run
 from fastgraph.bench.workloads import Turn, Workload
-from fastgraph.engine import Answer
+from fastgraph.engine import Completion
 from fastgraph.llm import LLM
 
 
@@ -46,7 +46,7 @@ def play(
 
     The runs are in the order in which they ended.
     """
-    ended: SimpleQueue[tuple[int, Future[Answer]]] = SimpleQueue()
+    ended: SimpleQueue[tuple[int, Future[Completion]]] = SimpleQueue()
     histories: list[list[int]] = [[] for _ in workload]
     turns = [iter(session) for session in workload]
     total, runs, begun, under_way = sum(map(len, workload)), [], 0, 0
