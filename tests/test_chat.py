@@ -136,6 +136,10 @@ def test_a_dialogue_in_a_terminal(tmp_path: Path) -> None:
     assert "forgotten: line 0, one word" in screen.say("/undo")
     assert "forgotten: Write a long story" in screen.say("/undo")
 
+    _, _, answer = screen.say("Say this again: 🎉 漢字 🎉 漢字 🎉").partition("漢字 🎉\n")
+    assert "🎉" in answer
+    assert "forgotten: Say this again: 🎉 漢字" in screen.say("/undo")
+
     assert "nothing was changed" in screen.say("/edit")
     assert "on the clipboard" in screen.say("/copy")
     assert "without thoughts" in screen.say("/think")
@@ -153,9 +157,15 @@ def test_a_dialogue_in_a_terminal(tmp_path: Path) -> None:
     assert "the system prompt: Answer in one word." in screen.say("/system Answer in one word.")
     assert "TTFT" in screen.say("What is the secret word?")
 
-    screen.process.send("/exit\r")
+    screen.process.sendintr()
+    screen.shows("once more leaves")
+    screen.process.sendintr()
     assert screen.code() == 0
     assert "Traceback" not in screen.text
+    typed = (tmp_path / "fastgraph" / "history").read_text(encoding="utf-8")
+    assert "+What is the capital of France?" in typed
+    assert "漢字" in typed
+    assert "+line 199, one word" in typed
 
 
 def test_loading_shows_its_phases_and_can_be_interrupted(tmp_path: Path) -> None:
