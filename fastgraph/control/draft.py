@@ -37,6 +37,9 @@ class Draft:
         )
 
 
+_NONE = {width: np.empty((0, width), np.int32) for width in (2, 3)}
+
+
 def _joined(parts: Sequence[Int32], width: int) -> Int32:
     """[pages, width], of which there may be none."""
-    return np.concatenate([np.empty((0, width), np.int32), *parts])
+    return np.concatenate(parts) if parts else _NONE[width]

@@ -363,13 +363,15 @@ class Scheduler:
         slots = plan.sampling_slots[rows]
         stopped, full = self.table.land(slots, result.tokens[rows])
         told = np.flatnonzero(stopped | full | self.table.incremental[slots])
-        reasons: list[FinishReason | None] = [None] * len(told)
-        for i in np.flatnonzero((stopped | full)[told]).tolist():
-            reasons[i] = "stop" if stopped[told[i]] else "length"
-        slots, pasts = slots[told], self.table.pasts(slots[told])
-        ids = self.table.request_id[slots].tolist()
-        each = zip(ids, slots.tolist(), rows[told].tolist(), reasons, pasts, strict=True)
-        outputs = [self._output(result, *one) for one in each]
+        outputs: list[Output] = []
+        if len(told):  # in most steps there is nothing to tell, or the same of all
+            reasons: list[FinishReason | None] = [None] * len(told)
+            for i in np.flatnonzero((stopped | full)[told]).tolist():
+                reasons[i] = "stop" if stopped[told[i]] else "length"
+            at = slots[told]
+            ids, pasts = self.table.request_id[at].tolist(), self.table.pasts(at)
+            each = zip(ids, at.tolist(), rows[told].tolist(), reasons, pasts, strict=True)
+            outputs = [self._output(result, *one) for one in each]
         self._release_landed()
         return outputs
 
