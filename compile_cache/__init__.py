@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from fastgraph.loading.gguf import cache_folder
+from fastgraph.errors import ModelError
+from fastgraph.loading.files import cache_folder, read_json
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
@@ -50,10 +51,9 @@ def folder() -> Path:
 def read(name: str) -> dict[str, Any]:
     """A record that `write` has kept; {} if there is none, or none that can be read."""
     try:
-        content = json.loads((folder() / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(folder() / name)
+    except ModelError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def write(name: str, record: dict[str, Any]) -> None:

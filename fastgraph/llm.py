@@ -22,7 +22,8 @@ from fastgraph.control.trace import Trace
 from fastgraph.engine import Ask, Completion, Engine, Ticket, Timing, TokenLogprob
 from fastgraph.errors import ConfigError, RequestError
 from fastgraph.loading.chat_template import ChatTemplate, find_chat_template
-from fastgraph.loading.checkpoint import Checkpoint, Progress, open_checkpoint
+from fastgraph.loading.checkpoint import Checkpoint, open_checkpoint
+from fastgraph.loading.files import Progress
 from fastgraph.loading.tokenizer import Tokenizer
 from fastgraph.text import TextStream
 from fastgraph.thinking import find_thinking
@@ -133,7 +134,7 @@ class LLM:
         tickets = self.engine.submit_all(self._asks(self._ids(prompt), sampling))
         try:
             await asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
-        except asyncio.CancelledError:
+        except BaseException:
             self.engine.abort([ticket.request.id for ticket in tickets])
             raise
         return cast(Completion, _single([self._completion(ticket) for ticket in tickets]))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fastgraph.errors import ModelError, RequestError
+from fastgraph.loading.files import read_json
 
 
 class ChatTemplate:
@@ -24,11 +26,11 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._special_tokens = dict(special_tokens)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals |= special_tokens
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
@@ -49,16 +51,13 @@ class ChatTemplate:
         `variables` go to the template as they are. Raises `RequestError` for messages without role or content, and
         for what the template itself refuses.
         """
-        values = {"documents": None, **self._special_tokens, **variables}
         try:
             return self._template.render(
                 messages=_plain("messages", _checked(messages)),
                 tools=_plain("tools", tools),
                 add_generation_prompt=add_generation_prompt,
-                **values,
+                **{"documents": None, **variables},
             )
-        except _Refusal as error:
-            raise RequestError(f"the chat template refuses these messages: {error.message}") from error
         except RequestError:
             raise
         except Exception as error:  # a template is a program: it may fail in any way
@@ -75,11 +74,7 @@ def find_chat_template(folder: Path, override: str | None) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    config = folder / "tokenizer_config.json"
-    try:
-        found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
-    except (ValueError, AttributeError) as error:
-        raise ModelError(f"{config} cannot be read as a JSON object: {error}") from error
+    found = read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # named templates
         found = {entry["name"]: entry["template"] for entry in found}.get("default")
     return found if isinstance(found, str) else None
@@ -117,22 +112,8 @@ def _plain(name: str, value: Any) -> Any:
         raise RequestError(f"{name} must be made of text, numbers, lists and dicts ({error})") from error
 
 
-class _Refusal(TemplateError):
-    """Raised by a template that calls raise_exception."""
-
-
 def _raise_exception(message: str) -> NoReturn:
-    raise _Refusal(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    raise RequestError(f"the chat template refuses these messages: {message}")
 
 
 class _Generation(Extension):

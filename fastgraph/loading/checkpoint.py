@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,7 @@ from typing import Any
 
 from fastgraph.errors import ModelError
 from fastgraph.loading import gguf, hub
-from fastgraph.loading.weights import Progress
-
-__all__ = ["Checkpoint", "Progress", "open_checkpoint"]
+from fastgraph.loading.files import Progress, read_json
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_HUB_ID = f"HuggingFaceTB/{DEFAULT_NAME}"
@@ -61,7 +58,7 @@ def open_checkpoint(
         return _read(path.resolve().name, path)
     if path.is_file():
         if path.suffix == ".json" and not weights:
-            return Checkpoint(path.stem, path.parent, _json(path), {})
+            return Checkpoint(path.stem, path.parent, read_json(path), {})
         raise ModelError(f"{model} is a file, but neither a .gguf file nor a model's folder")
     if path.is_absolute() or model.startswith((".", "~")) or path.suffix in (".gguf", ".json"):
         raise ModelError(f"there is no folder or file {model} (and a model on the hub cannot have that name)")
@@ -86,15 +83,4 @@ def _default(dtype: str, download: Callable[[str], Path], progress: Progress) ->
 def _read(name: str, folder: Path) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a model's folder: it has no config.json")
-    generation = folder / "generation_config.json"
-    return Checkpoint(name, folder, _json(folder / "config.json"), _json(generation) if generation.is_file() else {})
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, Mapping):
-        raise ModelError(f"{path} must hold a JSON object")
-    return dict(content)
+    return Checkpoint(name, folder, read_json(folder / "config.json"), read_json(folder / "generation_config.json"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import struct
@@ -23,9 +22,9 @@ import numpy.typing as npt
 import torch
 
 from fastgraph.errors import ModelError
+from fastgraph.loading.files import Progress, cache_folder
 from fastgraph.loading.gguf_file import GGUFFile, require_gguf
 from fastgraph.loading.gguf_tokenizer import build_tokenizer
-from fastgraph.loading.weights import Progress
 
 _VERSION = 2  # of what convert() writes; a new one makes older cached folders be left alone
 _DTYPES = {"float32": (torch.float32, "F32"), "float16": (torch.float16, "F16"), "bfloat16": (torch.bfloat16, "BF16")}
@@ -153,14 +152,6 @@ def convert(path: Path, dtype: str, progress: Progress) -> Path:
             f"make room there, or set FASTGRAPH_CACHE to another folder"
         ) from error
     return folder
-
-
-def cache_folder() -> Path:
-    """Where fastgraph keeps what it can make again: FASTGRAPH_CACHE, XDG_CACHE_HOME/fastgraph or ~/.cache/fastgraph."""
-    if own := os.environ.get("FASTGRAPH_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "fastgraph"
 
 
 def read_config(file: GGUFFile) -> dict[str, Any]:

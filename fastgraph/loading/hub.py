@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils.tqdm import tqdm
 
 from fastgraph.errors import ModelError
-from fastgraph.loading.weights import INDEX, Progress
+from fastgraph.loading.files import Progress, read_index
 
 _TEXT_FILES = ["*.json", "*.jinja"]
 _SUBFOLDERS = ["*/*"]  # other formats of the same weights live there
@@ -47,7 +46,7 @@ def download(
     try:
         folder = Path(fetch(allow_patterns=_TEXT_FILES))
         if weights:
-            files = _weight_files(folder)
+            files = sorted(set(read_index(folder).values())) or [_SINGLE]
             fetch(allow_patterns=_TEXT_FILES + files)
             if not any((folder / file).is_file() for file in files):
                 raise ModelError(f"{model} holds no safetensors weights{_others(model, revision, token, offline)}")
@@ -81,17 +80,6 @@ class _Bar(tqdm):
     def __init__(self, *args: Any, **options: Any) -> None:
         options["disable"] = options.get("disable") or not sys.stderr.isatty()
         super().__init__(*args, **options)  # type: ignore[no-untyped-call]
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """Names of a model's safetensors: those that its index names, or the usual one."""
-    index = folder / INDEX
-    if not index.is_file():
-        return [_SINGLE]
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not an index of safetensors files") from error
 
 
 def _others(model: str, revision: str | None, token: str | None, offline: bool) -> str:

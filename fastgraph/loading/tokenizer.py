@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from fastgraph.errors import ModelError, RequestError
+from fastgraph.loading.files import read_json
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -117,23 +118,17 @@ def _settings(folder: Path) -> dict[str, str] | None:
 
     Older folders have them in special_tokens_map.json, which then wins (as in transformers).
     """
-    settings: dict[str, Any] = {}
-    found = False
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = folder / name
-        if not path.is_file() or "added_tokens_decoder" in settings:
-            continue
-        try:
-            settings |= json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, TypeError) as error:
-            raise ModelError(f"{path} cannot be read as a JSON object: {error}") from error
-        found = True
-    named = {
+    config, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    if not config.is_file() and not older.is_file():
+        return None
+    settings = read_json(config)
+    if "added_tokens_decoder" not in settings:
+        settings |= read_json(older)
+    return {
         key: value["content"] if isinstance(value, Mapping) else value
         for key, value in settings.items()
         if key.endswith("_token") and isinstance(value, (str, Mapping))
     }
-    return named if found else None
 
 
 def _ids(*values: int | Sequence[int] | None) -> frozenset[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import json
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fastgraph.errors import ModelError
+from fastgraph.loading.files import INDEX, Progress, read_index
 
-Progress = Callable[[str, "float | None"], None]  # the phase in words, and the share of it that is done (0..1)
 Names = Mapping[str, "str | tuple[str, ...] | list[str | tuple[str, ...]]"]  # parameter: the checkpoint's names for it
 
-INDEX = "model.safetensors.index.json"
 # What may stand before a checkpoint's name: how the tensor is stored.
 PLUS_ONE = "1 +"  # less 1, as Gemma's norms are
 MXFP4 = "mxfp4"  # [..., columns] in 4 bits, with a scale for every 32 of them
@@ -56,19 +54,14 @@ class WeightFiles:
         return tensor
 
     def _index(self) -> dict[str, str]:
-        index = self.folder / INDEX
-        if index.is_file():
-            try:
-                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ModelError(f"{index} is not an index of safetensors files; download it again") from error
+        if names := read_index(self.folder):
             missing = sorted({file for file in names.values() if not (self.folder / file).is_file()})
             if missing:
                 raise ModelError(
                     f"{self.folder} lacks {len(missing)} of the weight files that {INDEX} names: "
                     f"{_listing(missing)}; download them again"
                 )
-            return dict(names)
+            return names
         files = sorted(self.folder.glob("*.safetensors"))
         if (self.folder / "model.safetensors").is_file():
             files = [self.folder / "model.safetensors"]
