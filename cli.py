@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from inspect import signature
 from typing import Annotated, Any, Literal
 
 import typer
@@ -13,7 +14,7 @@ from typer.core import TyperGroup
 import fastgraph
 from fastgraph.config import EngineConfig
 from fastgraph.errors import FastgraphError
-from fastgraph.flags import CHAT_SAMPLING, ENGINE, SAMPLING, takes
+from fastgraph.flags import CHAT_SAMPLING, ENGINE, SAMPLING, FlagGroup, takes
 
 
 class _Group(TyperGroup):
@@ -228,47 +229,42 @@ def _sizes(flag: str, text: str) -> list[int]:
     return sizes
 
 
-_Workload = Annotated[
-    str, typer.Option(help="chat, repeated_sampling, multi_turn, or a JSONL file of prompt and max_tokens.")
-]
-_Requests = Annotated[
-    int | None, typer.Option(min=1, help="Requests of chat, samples of each prompt, or sessions of multi_turn.")
-]
-_DecodeText = Annotated[bool, typer.Option("--decode-text", help="Make text of the answers, and count its time too.")]
-
-
-@bench.command()
-@takes(ENGINE)
-def throughput(
-    engine: EngineConfig,
-    workload: _Workload = "chat",
-    requests: _Requests = None,
+def _load(
+    workload: Annotated[
+        str, typer.Option(help="chat, repeated_sampling, multi_turn, or a JSONL file of prompt and max_tokens.")
+    ] = "chat",
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests of chat, samples of each prompt, or sessions of multi_turn.")
+    ] = None,
     repeats: _Repeats = 5,
     temperature: _Temperature = 0.0,
     seed: _Seed = 0,
-    decode_text: _DecodeText = False,
-    json_to: _Json = None,
+    decode_text: Annotated[
+        bool, typer.Option("--decode-text", help="Make text of the answers, and count its time too.")
+    ] = False,
 ) -> None:
+    """The flags that say what a workload is."""
+
+
+_LOAD = FlagGroup("load", list(signature(_load, eval_str=True).parameters.values()), dict)
+
+
+@bench.command()
+@takes(ENGINE, _LOAD)
+def throughput(engine: EngineConfig, load: dict[str, Any], json_to: _Json = None) -> None:
     """A workload asked for all at once: tokens a second, and their share of what this machine could do."""
     from fastgraph.bench.commands import run_load
 
-    options: dict[str, Any] = {"workload": workload, "requests": requests, "repeats": repeats}
-    options |= {"temperature": temperature, "seed": seed, "decode_text": decode_text}
-    run_load(engine, "throughput", options, json_to)
+    run_load(engine, "throughput", load, json_to)
 
 
 @bench.command()
-@takes(ENGINE)
+@takes(ENGINE, _LOAD)
 def serve(
     engine: EngineConfig,
+    load: dict[str, Any],
     rate: Annotated[float | None, typer.Option(help="Sessions begin at random, so many a second.")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Or so many are under way at any time.")] = None,
-    workload: _Workload = "chat",
-    requests: _Requests = None,
-    repeats: _Repeats = 5,
-    temperature: _Temperature = 0.0,
-    seed: _Seed = 0,
-    decode_text: _DecodeText = False,
     json_to: _Json = None,
 ) -> None:
     """A workload that comes little by little: how long users wait for their first token, and for the next."""
@@ -276,9 +272,7 @@ def serve(
 
     if (rate is None) == (concurrency is None) or (rate is not None and not 0 < rate < float("inf")):
         raise typer.BadParameter("take either --rate, above 0, or --concurrency")
-    options: dict[str, Any] = {"rate": rate, "concurrency": concurrency, "workload": workload, "requests": requests}
-    options |= {"repeats": repeats, "temperature": temperature, "seed": seed, "decode_text": decode_text}
-    run_load(engine, "serve", options, json_to)
+    run_load(engine, "serve", {"rate": rate, "concurrency": concurrency, **load}, json_to)
 
 
 def main() -> None:

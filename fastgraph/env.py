@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import pick_unit_and_suffix
 from rich.text import Text
 
 import fastgraph
@@ -42,16 +43,14 @@ _COMPILER_COMMANDS = {
 
 def report() -> Report:
     """Everything there is to say, made of what JSON knows. `missing` lists what, what for and the command."""
-    packages = {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)}
     found: Report = {
         "fastgraph": fastgraph.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "packages": packages,
+        "packages": {name: _version(name) for name in (*_REQUIRED, *_OPTIONAL)},
+        "cpp_compiler": _compiler(),
     }
-    compiler = _compiler()
-    found["cpp_compiler"] = compiler
-    if packages["torch"] is not None:
+    if found["packages"]["torch"] is not None:
         found |= _torch() | {"default_model": _default_model(), "caches": _caches()}
     found["missing"] = _missing(found)
     return found
@@ -158,8 +157,7 @@ def _torch() -> Report:
         capability = "{}.{}".format(*torch.cuda.get_device_capability(number))
         name = torch.cuda.get_device_name(number)
         gpus.append({"name": name, "capability": capability, "memory": total, "memory_free": free})
-    probes = {"bfloat16": "_is_avx512_bf16_supported"}
-    probes["AMX"] = "_is_amx_tile_supported"
+    probes = {"bfloat16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
     features = [name for name, probe in probes.items() if getattr(torch.cpu, probe, lambda: False)()]
     return {
         "torch_build": f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else "torch without CUDA",
@@ -192,11 +190,9 @@ def _kernels(device: str, dtype: str) -> Report:
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        if names:
-            return names[0]
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if "model name" in line]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _default_model() -> Report:
@@ -204,19 +200,18 @@ def _default_model() -> Report:
 
     from fastgraph.loading.checkpoint import DEFAULT_HUB_ID, DEFAULT_NAME, DEFAULT_PACKAGE
 
+    state = "not here"
     if importlib.util.find_spec(DEFAULT_PACKAGE) is not None:
         state = f"in the installed package {DEFAULT_PACKAGE}"
     elif isinstance(try_to_load_from_cache(DEFAULT_HUB_ID, "config.json"), str):
         state = "in the hub's cache"
-    else:
-        return {"name": DEFAULT_NAME, "installed": False, "state": "not here"}
-    return {"name": DEFAULT_NAME, "installed": True, "state": state}
+    return {"name": DEFAULT_NAME, "installed": state != "not here", "state": state}
 
 
 def _caches() -> Report:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from fastgraph.loading.gguf import cache_folder
+    from fastgraph.loading.files import cache_folder
 
     folders = {"cache": cache_folder(), "hub cache": Path(HF_HUB_CACHE)}
     return {name: {"folder": str(folder), "bytes": _bytes(folder)} for name, folder in folders.items()}
@@ -253,9 +248,5 @@ def _missing(found: Report) -> list[dict[str, str]]:
 
 
 def _size(count: int) -> str:
-    amount = float(count)
-    for unit in ("bytes", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} GiB"
+    unit, name = pick_unit_and_suffix(count, ["bytes", "KiB", "MiB", "GiB"], 1024)
+    return f"{count / unit:.1f} {name}"
