@@ -48,6 +48,23 @@ def load(config: EngineConfig) -> LLM:
             os._exit(130)
 
 
+def fetch(config: EngineConfig) -> None:
+    """Bring a model to the disk while another may still answer. Raises `ModelError` if there is no such model."""
+    from fastgraph.device.builder import settle_device, settle_dtype
+    from fastgraph.loading.checkpoint import open_checkpoint
+
+    with Loading() as loading:
+        open_checkpoint(
+            config.model,
+            dtype=str(settle_dtype(config, settle_device(config))).removeprefix("torch."),
+            revision=config.revision,
+            token=config.token,
+            offline=config.offline,
+            weights=config.load_format != "dummy",
+            progress=loading.tell,
+        )
+
+
 class Loading:
     """Shows the phases of loading as they come. `tell` may be called from any thread, one at a time."""
 

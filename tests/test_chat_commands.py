@@ -333,21 +333,28 @@ def test_stats_before_anything_was_asked() -> None:
     assert "0% 0 of 1000 tokens" in converse(FakeLLM([]), "/stats")
 
 
-def test_another_model_goes_on_with_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_goes_on_with_the_conversation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first, second = FakeLLM(["one"]), FakeLLM(["two"], context=500)
     second.checkpoint = SimpleNamespace(name="Other-2B")
-    loaded = {None: first, "other": second}
+    other, broken = tmp_path / "other", tmp_path / "broken"
+    for folder in (other, broken):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "generation_config.json").write_text("{}")
+    loaded = {None: first, str(other): second}
 
     def load(config: EngineConfig) -> Any:
         if config.model not in loaded:
-            raise ModelError("there is no such model")
+            raise ModelError("it is broken")
         return loaded[config.model]
 
     monkeypatch.setattr(session, "load", load)
     models = Models(EngineConfig(revision="v1"))
-    lines = iter(["hello", "/model", "/model nowhere", "/model other", "again"])
+    closed: list[int] = []  # times that the first model was, by then
+    lines = iter(["hello", "/model", f"/model {tmp_path}/nowhere", f"/model {broken}", f"/model {other}", "again"])
 
     def read() -> str:
+        closed.append(first.closed)
         try:
             return next(lines)
         except StopIteration:
@@ -356,7 +363,8 @@ def test_another_model_goes_on_with_the_conversation(monkeypatch: pytest.MonkeyP
     console = Console(width=200, record=True)
     Chat(Conversation(models.llm, {}), read, console, models).run()
     shown = console.export_text()
-    assert "error: there is no such model" in shown
+    assert "error: there is no folder or file" in shown
+    assert "error: it is broken" in shown
     assert "Other-2B, context 500 tokens" in shown
-    assert first.closed == 2  # for the model that was not there, and for the other
+    assert closed == [0, 0, 0, 0, 1, 2, 2]  # a model that is not there costs nothing
     assert contents(second.asked[0]) == ["hello", "one", "again"]

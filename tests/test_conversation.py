@@ -250,6 +250,17 @@ def test_one_answer_that_the_context_cuts_says_so_beside_stdout(capsys: pytest.C
     assert err == "the answer was cut: the context of 3 tokens is full\n"
 
 
+def test_one_answer_on_a_terminal_is_followed_by_its_speed_and_by_no_advice_on_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    assert answer_once(Conversation(FakeLLM(["one two three"], context=3), {}), "What?") == 0  # type: ignore[arg-type]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("one two TTFT 0.50 s · 1.0 tok/s · 2 tokens · the answer was cut")
+    assert "/clear" not in shown
+
+
 @pytest.mark.parametrize(
     ("question", "piped", "message"),
     [

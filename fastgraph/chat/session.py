@@ -16,7 +16,7 @@ from fastgraph.chat.conversation import Conversation, Reply
 from fastgraph.chat.view import NEARLY_FULL, gauge, view_for
 from fastgraph.config import EngineConfig
 from fastgraph.errors import EngineDied, FastgraphError
-from fastgraph.terminal import load, silent_keyboard
+from fastgraph.terminal import fetch, load, silent_keyboard
 
 _COMMAND = re.compile(r"/[a-zA-Z]*$")  # the first word; a path has another slash
 
@@ -30,9 +30,10 @@ class Models:
 
     def switch(self, name: str) -> None:
         """Load another model in place of this one, which is taken up again should that fail."""
-        self.llm.close()
         # These belong to a model.
         config = replace(self._config, model=name, revision=None, chat_template=None)
+        fetch(config)
+        self.llm.close()
         try:
             self.llm = load(config)
         except FastgraphError:
