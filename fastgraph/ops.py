@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastgraph.kernels import attention as _attention
 from fastgraph.kernels import cuda
 from fastgraph.kernels import experts as _experts
+from fastgraph.kernels.reference import gate_mul, linear_reference, rms_norm, rotary, turned
 from fastgraph.rope import Rope, rope_parameters
 
 __all__ = [
@@ -67,37 +67,6 @@ class Norm(Protocol):
     def eps(self) -> float: ...
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, computed in float32 (arXiv:1910.07467). Same shape and dtype as x.
-
-    What comes of it is rounded to the weight's dtype before it is multiplied with the weight: Llama's way where that is
-    the dtype of x, Gemma's where it is float32.
-    """
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return (weight * y.to(weight.dtype)).to(x.dtype)
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + d/2) of each head (arXiv:2104.09864, the half-split order of Hugging Face's checkpoints).
-
-    x: [tokens, heads, head_dim]; cos, sin: [tokens, rotary_dim / 2] float32. Heads wider than the rotary keep the rest.
-    """
-    half = cos.shape[-1]
-    cos, sin = cos[:, None], sin[:, None]  # [tokens, 1, half]
-    a, b, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
-
-
-def gate_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """SwiGLU's or GeGLU's activation, act(gate) * up (arXiv:2002.05202). [tokens, 2 * width] -> [tokens, width].
-
-    "gelu" is its tanh approximation (arXiv:1606.08415).
-    """
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-
-
 def linear(
     x: Tensor,
     layer: nn.Linear | nn.Embedding,
@@ -114,15 +83,14 @@ def linear(
     its embedding as the layer. On a GPU this is one kernel for a small batch.
     """
     bias = layer.bias if isinstance(layer, nn.Linear) else None
-    if _has_kernels(x):
-        scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        if residual is None:
-            return cuda.linear(x, layer.weight, bias, scale, eps, gated, activation)
-        cuda.add_linear(x, layer.weight, bias, scale, eps, gated, activation, residual)
-        return residual
-    y = F.linear(x if norm is None else rms_norm(x, norm.weight, norm.eps), layer.weight, bias)
-    y = gate_mul(y, activation) if gated else y
-    return y if residual is None else residual.add_(y)
+    scale, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    if not _has_kernels(x):
+        y = linear_reference(x, layer.weight, bias, scale, eps, gated, None, activation)
+        return y if residual is None else residual.add_(y)
+    if residual is None:
+        return cuda.linear(x, layer.weight, bias, scale, eps, gated, activation)
+    cuda.add_linear(x, layer.weight, bias, scale, eps, gated, activation, residual)
+    return residual
 
 
 def experts(
@@ -168,18 +136,15 @@ def attention(
     [heads], are logits that take part in each softmax and whose share is lost (arXiv:2309.17453).
     """
     spare = cache.k.shape[-1] - q.shape[-1]  # by which the pages are wider than a head
+    scales = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else (None, None, 0.0)
+    turn = _attention.Turn(*(rope or (None, None)), *scales)
     if rope is None or spare or not _has_kernels(q):  # a CPU's compiler fuses them
-        if norms:
-            q, k = (rms_norm(x, norm.weight, norm.eps) for x, norm in zip((q, k), norms, strict=True))
-        if rope:
-            q, k = rotary(q, *rope), rotary(k, *rope)
-        norms = rope = None
+        q, k = turned(q, k, turn)
+        turn = _attention.NO_TURN
     if spare:
         q, k, v = (F.pad(x, (0, spare)) for x in (q, k, v))
-    cos, sin = rope or (None, None)
-    scales = (norms[0].weight, norms[1].weight, norms[0].eps) if norms else (None, None, 0.0)
     rows = (batch.page_table, batch.lengths, batch.slots, batch.query_start, batch.positions, batch.token_slots)
-    y = _attention.attention(q, k, v, cos, sin, *scales, cache.k, cache.v, *rows, scale, window, sinks)
+    y = _attention.attention(q, k, v, *turn, cache.k, cache.v, *rows, scale, window, sinks)
     return y[..., :-spare] if spare else y
 
 

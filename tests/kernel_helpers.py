@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastgraph.kernels.attention import Pages
+
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
@@ -59,6 +61,27 @@ class Paged:
             k_cache[page, offset] = randn(count, kv_heads, head_dim)
             v_cache[page, offset] = randn(count, kv_heads, head_dim)
         return paged
+
+    def pages(self, counts: list[int], unowned: int = 0, empty: int = 0) -> Pages:
+        """What a step of `counts` tokens a row gets.
+
+        Behind them `unowned` tokens that belong to no row, and `empty` rows without tokens: what a step is padded with.
+        """
+        row_of = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], device=DEVICE)
+        start = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=DEVICE)
+        place = torch.arange(len(row_of), device=DEVICE) - start[row_of]
+        token_slots = self.slots[row_of]
+        nobody = torch.zeros(max(unowned, empty), dtype=torch.int32, device=DEVICE)
+        return Pages(
+            self.k_cache,
+            self.v_cache,
+            self.page_table,
+            self.lengths,
+            torch.cat([self.slots, nobody[:empty]]),
+            torch.cat([start, start[-1:].expand(empty)]),
+            torch.cat([(self.lengths[token_slots.long()] + place).int(), nobody[:unowned]]),
+            torch.cat([token_slots, nobody[:unowned]]),
+        )
 
     def forget(self, window: int) -> None:
         """Let NaN stand in the pages that lie wholly before the window of each row's next token."""

@@ -10,6 +10,9 @@ import torch
 from kernel_helpers import DEVICE, HAS_GPU, TOLERANCE, Paged, error, gpu, load, randn
 from torch import Tensor
 
+from fastgraph.kernels import reference
+from fastgraph.kernels.attention import Turn
+
 decode, prefill, rotary, launch = load("decode_attention", "prefill_attention", "rotary", "launch")
 EPS = 1e-6
 # heads, kv_heads, head_dim, elements that rotate, norm of each head, window, page_size
@@ -24,20 +27,19 @@ REAL = [(16, 8, 128, 128, True, 0, 16), (32, 8, 64, 64, False, 0, 16), (32, 8, 1
 REAL += [(4, 1, 256, 256, True, 512, 16), (9, 3, 64, 64, False, 0, 32)]
 
 
-def inputs(tokens: int, kind: tuple) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """q, k, v as views of one tensor; cos, sin; q_norm, k_norm."""
+def inputs(tokens: int, kind: tuple) -> tuple[tuple[Tensor, ...], Turn]:
+    """q, k, v as views of one tensor, and what is done to q and k."""
     heads, kv_heads, dim, turns, normed, *_ = kind
     qkv = randn(tokens, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
     angles = torch.rand(tokens, turns // 2, device=DEVICE) * 6
-    turn = (angles.cos(), angles.sin()) if turns else (None, None)
-    return qkv, turn, (1 + randn(dim, scale=0.1), 1 + randn(dim, scale=0.1)) if normed else (None, None)
+    norms = [1 + randn(dim, scale=0.1) if normed else None for _ in "qk"]
+    return qkv, Turn(*((angles.cos(), angles.sin()) if turns else (None, None)), *norms, EPS)
 
 
-def turned(x: Tensor, turn: tuple[Tensor | None, ...], norm: Tensor | None) -> Tensor:
-    cos, sin = turn
-    if cos is None or sin is None:
-        return x.double()
-    return rotary.rotate_reference(x.double(), cos.double(), sin.double(), None if norm is None else norm.double(), EPS)
+def turned(q: Tensor, k: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+    """In float64."""
+    wide = (None if x is None else x.double() for x in turn[:4])
+    return reference.turned(q.double(), k.double(), Turn(*wide, EPS))
 
 
 def check_decode(past: list[int], kind: tuple) -> None:
@@ -46,12 +48,11 @@ def check_decode(past: list[int], kind: tuple) -> None:
     paged = Paged.of(past, max(past) + 1, kv_heads, dim, page_size)
     if window:
         paged.forget(window)
-    (q, k, v), turn, (q_norm, k_norm) = inputs(len(past), kind)
+    (q, k, v), turn = inputs(len(past), kind)
     before = paged.k_cache.clone(), paged.v_cache.clone()
-    scale = dim**-0.5
-    pages = (paged.k_cache, paged.v_cache, paged.page_table, paged.lengths, paged.slots)
-    out = decode.decode_attention(q, k, v, *turn, *pages, scale, window, q_norm, k_norm, EPS)
-    q_wide, k_wide = turned(q, turn, q_norm), turned(k, turn, k_norm)
+    scale, pages = dim**-0.5, paged.pages([1] * len(past))
+    out = decode.decode_attention(q, k, v, turn, pages, scale, window)
+    q_wide, k_wide = turned(q, k, turn)
     for row, length in enumerate(past):
         cell = paged.cells(row, length, length + 1)
         assert error(paged.k_cache[cell][0], k_wide[row]) < TOLERANCE
@@ -74,14 +75,13 @@ def test_decode_norms_rotates_writes_and_attends(kind: tuple, splits: int, monke
 def test_padding_rows_write_to_page_zero_alone_and_change_no_other_row() -> None:
     kind = (4, 2, 32, 32, False, 0, 16)
     paged = Paged.of([20, 33], 40, 2, 32, 16)
-    (q, k, v), turn, _ = inputs(6, kind)
-    live, padded = paged.slots, torch.cat([paged.slots, torch.zeros(4, dtype=torch.int32, device=DEVICE)])
+    (q, k, v), turn = inputs(6, kind)
     caches = [c.clone() for c in (paged.k_cache, paged.v_cache)]
-    alone = decode.decode_attention(
-        q[:2], k[:2], v[:2], *(t[:2] for t in turn), *caches, paged.page_table, paged.lengths, live, 0.2
-    )
-    pages = (paged.k_cache, paged.v_cache, paged.page_table, paged.lengths)
-    out = decode.decode_attention(q, k, v, *turn, *pages, padded, 0.2)
+    live = paged.pages([1, 1])._replace(k_cache=caches[0], v_cache=caches[1])
+    two = turn._replace(cos=turn.cos[:2], sin=turn.sin[:2])
+    alone = decode.decode_attention(q[:2], k[:2], v[:2], two, live, 0.2)
+    pages = paged.pages([1, 1], unowned=4, empty=4)
+    out = decode.decode_attention(q, k, v, turn, pages, 0.2)
     assert error(out[:2], alone) < TOLERANCE
     for cache, expected in zip(pages, caches, strict=False):
         assert torch.equal(cache[1:].nan_to_num(9.0), expected[1:].nan_to_num(9.0))
@@ -107,35 +107,28 @@ def check_prefill(past: list[int], counts: list[int], kind: tuple, unowned: int 
     paged = Paged.of(past, max(p + c for p, c in zip(past, counts, strict=True)) + 1, kv_heads, dim, page_size)
     if window:
         paged.forget(window)
-    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    (q, k, v), turn, (q_norm, k_norm) = inputs(starts[-1] + unowned, kind)
+    pages, live = paged.pages(counts, unowned, empty), sum(counts)
+    (q, k, v), turn = inputs(live + unowned, kind)
     for x in (q, k, v):
-        x[starts[-1] :] = torch.nan
+        x[live:] = torch.nan
     row_of = [row for row, count in enumerate(counts) for _ in range(count)]
     place = [past[row] + i for row, count in enumerate(counts) for i in range(count)]
-    positions = torch.tensor(place + [0] * unowned, dtype=torch.int32, device=DEVICE)
-    nobody = torch.zeros(unowned, dtype=torch.int32, device=DEVICE)
-    token_slots = torch.cat([paged.slots[torch.tensor(row_of, device=DEVICE)], nobody])
-    slots = torch.cat([paged.slots, torch.zeros(empty, dtype=torch.int32, device=DEVICE)])
-    caches = (paged.k_cache, paged.v_cache, paged.page_table)
-    before = [cache.clone() for cache in caches[:2]]
-    turned_q = rotary.rotate_and_write(q, k, v, *turn, *caches, positions, token_slots, q_norm, k_norm, EPS)
-    query_start = torch.tensor(starts + starts[-1:] * empty, dtype=torch.int32, device=DEVICE)
-    out = prefill.prefill_attention(turned_q, *caches, paged.lengths, slots, query_start, dim**-0.5, window)
-    q_wide, k_wide = turned(q, turn, q_norm), turned(k, turn, k_norm)
-    picked = range(starts[-1]) if not HAS_GPU else random.Random(0).sample(range(starts[-1]), min(starts[-1], 150))
-    for token in {*picked, starts[-1] - 1}:
+    before = paged.k_cache.clone(), paged.v_cache.clone()
+    out = prefill.prefill_attention(rotary.rotate_and_write(q, k, v, turn, pages), pages, dim**-0.5, window)
+    q_wide, k_wide = turned(q, k, turn)
+    picked = range(live) if not HAS_GPU else random.Random(0).sample(range(live), min(live, 150))
+    for token in {*picked, live - 1}:
         row, position = row_of[token], place[token]
         cell = paged.cells(row, position, position + 1)
         assert error(paged.k_cache[cell][0], k_wide[token]) < TOLERANCE
         assert torch.equal(paged.v_cache[cell][0], v[token])
         assert error(out[token], paged.attention(q_wide[token], row, position, dim**-0.5, window)) < TOLERANCE
-    assert not out[: starts[-1]].isnan().any()
+    assert not out[:live].isnan().any()
     for row, count in enumerate(counts):
         cell = paged.cells(row, past[row], past[row] + count)
-        for cache, old in zip(caches, before, strict=False):
+        for cache, old in zip(pages, before, strict=False):
             old[cell] = cache[cell]
-    for cache, old in zip(caches, before, strict=False):
+    for cache, old in zip(pages, before, strict=False):
         assert torch.equal(cache[1:].nan_to_num(9.0), old[1:].nan_to_num(9.0))  # page 0 alone is anybody's
 
 
@@ -176,11 +169,11 @@ def test_a_captured_decode_follows_lengths_and_pages_that_change_on_the_device()
     kind = (16, 8, 128, 128, True, 0, 16)
     past = [5, 600, 63, 1200]
     paged = Paged.of(past, 1300, 8, 128, 16)
-    (q, k, v), turn, (q_norm, k_norm) = inputs(4, kind)
-    pages = (paged.k_cache, paged.v_cache, paged.page_table, paged.lengths, paged.slots)
+    (q, k, v), turn = inputs(4, kind)
+    pages = paged.pages([1] * 4)
 
     def run() -> Tensor:
-        return decode.decode_attention(q, k, v, *turn, *pages, math.sqrt(1 / 128), 0, q_norm, k_norm, EPS)
+        return decode.decode_attention(q, k, v, turn, pages, math.sqrt(1 / 128))
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -192,5 +185,5 @@ def test_a_captured_decode_follows_lengths_and_pages_that_change_on_the_device()
         replayed = out.clone()
         assert torch.equal(replayed, run())
         if step == 20:
-            paged.slots.copy_(paged.slots.flip(0))
-        paged.lengths[paged.slots.long()] += 1
+            pages.slots.copy_(pages.slots.flip(0))
+        paged.lengths[pages.slots.long()] += 1

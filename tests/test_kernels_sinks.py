@@ -7,7 +7,8 @@ import torch
 from kernel_helpers import DEVICE, TOLERANCE, Paged, error, load, randn
 from torch import Tensor
 
-from fastgraph.kernels.reference import attend_reference
+from fastgraph.kernels.attention import NO_TURN
+from fastgraph.kernels.reference import attention_reference
 
 decode, prefill = load("decode_attention", "prefill_attention")
 KINDS = [(4, 2, 32, 0, 16), (6, 2, 16, 0, 16), (8, 1, 32, 21, 16), (3, 3, 16, 5, 4)]  # heads, kv, dim, window, page
@@ -38,8 +39,8 @@ def test_decode(kind: tuple[int, ...], splits: int, monkeypatch: pytest.MonkeyPa
     past = [0, 37, 100, 15, 64]
     paged = Paged.of(past, max(past) + 1, kv_heads, dim, page_size)
     q, k, v, sinks = inputs(len(past), heads, kv_heads, dim)
-    pages = (paged.k_cache, paged.v_cache, paged.page_table, paged.lengths, paged.slots)
-    out = decode.decode_attention(q, k, v, None, None, *pages, dim**-0.5, window, sinks=sinks)
+    pages = paged.pages([1] * len(past))
+    out = decode.decode_attention(q, k, v, NO_TURN, pages, dim**-0.5, window, sinks)
     for row, position in enumerate(past):
         assert error(out[row], answer(paged, q[row], row, position, dim**-0.5, window, sinks)) < TOLERANCE
 
@@ -58,11 +59,9 @@ def test_rows_of_any_length(kind: tuple[int, ...], steps: str) -> None:
     paged = Paged.of(past, span, kv_heads, dim, page_size)
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
     q, k, v, sinks = inputs(starts[-1], heads, kv_heads, dim)
-    query_start = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
-    plain = torch.empty_like(q)
-    where = (paged.k_cache, paged.v_cache, paged.page_table, paged.lengths, paged.slots, query_start)
-    attend_reference(q, k, v, *where, plain, dim**-0.5, window, sinks)  # writes the keys and values
-    out = prefill.prefill_attention(q, *where, dim**-0.5, window, sinks)
+    pages = paged.pages(counts)
+    plain = attention_reference(q, k, v, NO_TURN, pages, dim**-0.5, window, sinks)  # writes the keys and values
+    out = prefill.prefill_attention(q, pages, dim**-0.5, window, sinks)
     for row, count in enumerate(counts):
         for i in range(count):
             token = starts[row] + i

@@ -33,6 +33,9 @@ class Turn(NamedTuple):
     eps: float
 
 
+NO_TURN = Turn(None, None, None, None, 0.0)
+
+
 class Pages(NamedTuple):
     """Where a step's keys and values go, and those before them are.
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastgraph.kernels.attention import Pages, Turn
 from fastgraph.kernels.launch import (
     can_overlap,
     counters,
@@ -35,51 +36,41 @@ def decode_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    slots: Tensor,
+    turn: Turn,
+    pages: Pages,
     scale: float,
     window: int = 0,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v into the pages, attend. Returns [rows, heads, head_dim].
 
-    q: [rows, heads, head_dim]; k, v: [rows, kv_heads, head_dim]: views into one [rows, width] tensor. cos, sin, q_norm,
-    k_norm and eps as in `rotate_and_write`. k_cache, v_cache: [pages, page_size, kv_heads, head_dim]; page_size and
-    head_dim powers of two. Cells that were never written may hold NaN.
-    page_table: [slots, pages_per_slot] int32; lengths: [slots] int32, tokens before this one; slots: [rows] int32.
-    Rows that name slot 0 are padding: they write to page 0. `window` > 0: a token sees itself and the `window - 1`
-    before it. sinks: [heads], logits of each softmax whose share is lost. In plain PyTorch: `rotate_reference` on q and
-    k, then `attend_reference`.
+    q: [rows, heads, head_dim]; k, v: [rows, kv_heads, head_dim]: views into one [rows, width] tensor; head_dim and the
+    page size powers of two. `window` > 0: a token sees itself and the `window - 1` before it. sinks: [heads], logits of
+    each softmax whose share is lost. In plain PyTorch: `attention_reference`.
     """
     rows, heads, head_dim = q.shape
-    kv_heads, page_size = k.shape[1], k_cache.shape[1]
-    group = heads // kv_heads
+    kv_heads, page_size = k.shape[1], pages.k_cache.shape[1]
+    columns = power_of_two(heads // kv_heads)
     splits = split_count(rows, kv_heads, multiprocessors(q.device))
     out = q.new_empty(rows, heads, head_dim)
-    parts = q.new_empty((rows, heads, splits, head_dim) if splits > 1 else (1,), dtype=torch.float32)
-    totals = q.new_empty((rows, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
+    parts = totals = None
+    if splits > 1:
+        parts = q.new_empty((rows, heads, splits, head_dim), dtype=torch.float32)
+        totals = q.new_empty((rows, heads, splits, 2), dtype=torch.float32)
     overlap = can_overlap(q.device)
     _decode[(kv_heads, splits, rows)](
         q,
         k,
         v,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        k_cache,
-        v_cache,
-        page_table,
-        lengths,
-        slots,
+        turn.cos,
+        turn.sin,
+        turn.q_norm,
+        turn.k_norm,
+        pages.k_cache,
+        pages.v_cache,
+        pages.page_table,
+        pages.lengths,
+        pages.slots,
         sinks,
         out,
         parts,
@@ -88,21 +79,19 @@ def decode_attention(
         q.stride(0),
         k.stride(0),
         v.stride(0),
-        page_table.stride(0),
-        eps,
+        pages.page_table.stride(0),
+        turn.eps,
         scale * math.log2(math.e),
         window,
         heads,
         kv_heads,
         head_dim,
         page_size,
-        cos.shape[1] if cos is not None else 0,
-        q_norm is not None,
-        sinks is not None,
+        0 if turn.cos is None else turn.cos.shape[1],
         splits,
         32 if head_dim <= 128 else 16,  # what the registers hold
-        power_of_two(group),
-        max(power_of_two(group), 8),
+        columns,
+        max(columns, 8),
         _STAGES,
         overlap,
         num_warps=1,
@@ -197,8 +186,6 @@ def _decode(
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
-    NORM: tl.constexpr,
-    SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
@@ -255,8 +242,8 @@ def _decode(
             q_other = tl.load(q_at + other[None, :], mask=g_ok, other=0.0)
             k_other = tl.load(k_at + other)[None, :]
             cos, sin = angles(cos_ptr, sin_ptr, row * HALF, d, (d < HEAD_DIM)[None, :], HALF)
-            q = norm_and_rotate(q, q_other, q_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF, NORM)
-            k_new = norm_and_rotate(k_new, k_other, k_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF, NORM)
+            q = norm_and_rotate(q, q_other, q_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF)
+            k_new = norm_and_rotate(k_new, k_other, k_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF)
         s_new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * SCALE  # [G]
         if split == active - 1:
             tl.store(k_cache + own + d[None, :], k_new)
@@ -265,7 +252,7 @@ def _decode(
         most = tl.full((COLUMNS,), _BELOW, tl.float32)
         total = tl.zeros((COLUMNS,), tl.float32)
         acc = tl.zeros((HEAD_DIM, COLUMNS), tl.float32)
-        if SINKS:  # as if it were a token before all others, whose value is nothing
+        if sinks_ptr is not None:  # as if it were a token before all others, whose value is nothing
             sink = tl.load(sinks_ptr + head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
             most = tl.where(split == 0, sink * _LOG2E, most)
             total = tl.where(split == 0, 1.0, total)

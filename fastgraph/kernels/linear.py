@@ -26,7 +26,7 @@ from fastgraph.kernels.launch import (
     power_of_two,
     prefetch,
 )
-from fastgraph.kernels.norm import activate, gate_mul, gate_mul_reference, rms_norm, rms_norm_reference
+from fastgraph.kernels.norm import activate, gate_mul, rms_norm
 
 _SMALL = 1 << 24  # weights; how many decides between the plans, as measured on an H200 for models of 0.6B to 8B
 
@@ -45,6 +45,7 @@ def linear(
 
     x: [rows, k]; weight: [n, k] contiguous, or [2 * n, k] if gated, gate first; bias: as many as the weight has rows;
     norm: [k], with `eps`; residual: [rows, n] contiguous, which takes the sum and is returned. Returns [rows, n].
+    In plain PyTorch: `linear_reference`.
     """
     x = x.contiguous()
     rows, k = x.shape
@@ -63,22 +64,6 @@ def linear(
     y = F.linear(x, weight, bias)
     y = gate_mul(y, activation) if gated else y
     return y if residual is None else residual.add_(y)
-
-
-def linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    residual: Tensor | None = None,
-    activation: str = "silu",
-) -> Tensor:
-    """The same in plain PyTorch."""
-    y = F.linear(x if norm is None else rms_norm_reference(x, norm, eps), weight, bias)
-    y = gate_mul_reference(y, activation) if gated else y
-    return y if residual is None else residual + y
 
 
 class VectorPlan(NamedTuple):
@@ -125,11 +110,8 @@ def _vector(
         rows,
         plan.block,
         power_of_two(k),
-        norm is not None,
         gated,
         activation == "gelu",
-        bias is not None,
-        residual is not None,
         overlap,
         num_warps=plan.warps,
         launch_pdl=overlap,
@@ -156,11 +138,8 @@ def _vector_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -173,25 +152,25 @@ def _vector_kernel(
     k = tl.arange(0, BLOCK_K)
     in_k = k < K
     w = tl.load(weight_ptr + at[:, None] * K + k[None, :], mask=(row < N)[:, None] & in_k[None, :], other=0.0)
-    if NORM:
+    if norm_ptr is not None:
         g = tl.load(norm_ptr + k, mask=in_k, other=0.0).to(tl.float32)
     if OVERLAP:
         gdc_wait()
     for m in tl.static_range(ROWS):
         x = tl.load(x_ptr + m * K + k, mask=in_k, other=0.0).to(tl.float32)
-        if NORM:
+        if norm_ptr is not None:
             # The length of x is known only at the end, with the product: one reduction instead of two in a row.
             squares = tl.broadcast_to((x * x)[None, :], (HALVES * BLOCK, BLOCK_K))
             y, square = tl.reduce((w.to(tl.float32) * (x * g)[None, :], squares), 1, _add_pairs)
             y *= tl.rsqrt(square / K + eps)
         else:
             y = tl.sum(w.to(tl.float32) * x[None, :], 1)
-        if BIAS:
+        if bias_ptr is not None:
             y += tl.load(bias_ptr + at, mask=row < N, other=0.0).to(tl.float32)
         if GATED:
             gate, up = tl.split(tl.trans(tl.reshape(y, (2, BLOCK))))
             y = activate(gate, GELU) * up
-        if ADDS:
+        if residual_ptr is not None:
             y += tl.load(residual_ptr + m * N + n, mask=n < N, other=0.0).to(tl.float32)
         tl.store(y_ptr + m * N + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
@@ -266,8 +245,6 @@ def _tiled(
         plan.stages,
         gated,
         activation == "gelu",
-        bias is not None,
-        residual is not None,
         overlap,
         num_warps=plan.warps,
         launch_pdl=overlap,
@@ -295,8 +272,6 @@ def _tiled_kernel(
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
-    BIAS: tl.constexpr,
-    ADDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -338,15 +313,15 @@ def _tiled_kernel(
                 y += tl.load(part + s * (OUTPUTS * ROWS))
     if last:
         in_n = (n < N)[:, None]
-        if BIAS:
+        if bias_ptr is not None:
             y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            if BIAS:
+            if bias_ptr is not None:
                 up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
             y = activate(y, GELU) * up
         m = m0 + tl.arange(0, ROWS)
         at = m.to(tl.int64)[None, :] * N + n[:, None]
         ok = in_n & (m < M)[None, :]
-        if ADDS:
+        if residual_ptr is not None:
             y += tl.load(residual_ptr + at, mask=ok, other=0.0).to(tl.float32)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=ok)

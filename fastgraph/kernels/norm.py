@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from fastgraph.kernels.launch import can_overlap, cdiv, gdc_launch_dependents, gdc_wait, power_of_two
 
@@ -23,17 +22,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     block = power_of_two(width)
     overlap = can_overlap(x.device)
     warps = min(max(block // 512, 1), 16)
-    adds = residual is not None
-    _rms_norm[(rows,)](x, residual, weight, y, eps, width, block, adds, overlap, num_warps=warps, launch_pdl=overlap)
+    _rms_norm[(rows,)](x, residual, weight, y, eps, width, block, overlap, num_warps=warps, launch_pdl=overlap)
     return y
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """The same in plain PyTorch."""
-    if residual is not None:
-        x = residual.add_(x)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(weight.dtype)).to(x.dtype)
 
 
 @triton.jit
@@ -45,7 +35,6 @@ def _rms_norm(
     eps,
     width,
     BLOCK: tl.constexpr,
-    ADDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
@@ -56,7 +45,7 @@ def _rms_norm(
         gdc_wait()
     at = tl.program_id(0).to(tl.int64) * width + i
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    if ADDS:
+    if residual_ptr is not None:
         x += tl.load(residual_ptr + at, mask=inside, other=0.0)
         tl.store(residual_ptr + at, x, mask=inside)
     wide = x.to(tl.float32)
@@ -75,12 +64,6 @@ def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
     grid = (rows, cdiv(width, 1024))
     _gate_mul[grid](gate_up, y, width, 1024, activation == "gelu", overlap, num_warps=4, launch_pdl=overlap)
     return y
-
-
-def gate_mul_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """The same in plain PyTorch."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (F.gelu(gate, approximate="tanh") if activation == "gelu" else F.silu(gate)) * up
 
 
 @triton.jit

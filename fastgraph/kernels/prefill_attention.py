@@ -10,37 +10,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastgraph.kernels.attention import Pages
 from fastgraph.kernels.launch import power_of_two
 
 _BELOW = tl.constexpr(-1.0e30)  # for a score that must not count
 _LOG2E = tl.constexpr(math.log2(math.e))
 
 
-def prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    slots: Tensor,
-    query_start: Tensor,
-    scale: float,
-    window: int = 0,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def prefill_attention(q: Tensor, pages: Pages, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
     """Attend causally over pages that hold the step's own keys and values already. Returns [tokens, heads, head_dim].
 
-    q: [tokens, heads, head_dim], rotated; row r owns tokens [query_start[r], query_start[r + 1]), which stand at
-    positions lengths[slots[r]] and on. k_cache, v_cache: [pages, page_size, kv_heads, head_dim], page_size and head_dim
-    powers of two; cells that were never written may hold NaN. page_table: [slots, pages_per_slot] int32; lengths:
-    [slots] int32; slots: [rows] int32; query_start: [rows + 1] int32. `window` > 0: a token sees itself and the
-    `window - 1` before it. sinks: [heads], logits of each softmax whose share is lost. In plain PyTorch:
-    `attend_reference`, which also writes the keys and values.
+    q: [tokens, heads, head_dim], rotated; head_dim and the page size powers of two. `window` > 0: a token sees itself
+    and the `window - 1` before it. sinks: [heads], logits of each softmax whose share is lost. The result of a token
+    that belongs to no row is left unwritten. In plain PyTorch: `attention_reference`, which also writes the pages.
     """
     tokens, heads, head_dim = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
+    page_size, kv_heads = pages.k_cache.shape[1:3]
     group = heads // kv_heads
-    rows = len(slots)
+    rows = len(pages.slots)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     plan = block_plan(head_dim)
     block_m = max(plan.queries, power_of_two(group))
@@ -48,24 +35,23 @@ def prefill_attention(
     # Each row wastes at most one block, so this many blocks are enough, whatever the rows' lengths.
     _prefill[(kv_heads, tokens // (block_m // group) + rows)](
         q,
-        k_cache,
-        v_cache,
-        page_table,
-        lengths,
-        slots,
-        query_start,
+        pages.k_cache,
+        pages.v_cache,
+        pages.page_table,
+        pages.lengths,
+        pages.slots,
+        pages.query_start,
         sinks,
         out,
         rows,
         q.stride(0),
-        page_table.stride(0),
+        pages.page_table.stride(0),
         scale * math.log2(math.e),
         window,
         heads,
         kv_heads,
         head_dim,
         page_size,
-        sinks is not None,
         block_m,
         plan.keys,
         plan.stages,
@@ -168,7 +154,6 @@ def _prefill(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -208,7 +193,7 @@ def _prefill(
         most = tl.full((BLOCK_M,), _BELOW, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-        if SINKS:  # as if it were a token before all others, whose value is nothing
+        if sinks_ptr is not None:  # as if it were a token before all others, whose value is nothing
             most = tl.load(sinks_ptr + head * GROUP + i % GROUP).to(tl.float32) * _LOG2E
             total += 1.0
         end = history + tl.minimum(first + TOKENS, count)

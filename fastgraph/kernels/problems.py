@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fastgraph.kernels import registry, serving
-from fastgraph.kernels.attention import Pages, Turn
+from fastgraph.kernels.attention import NO_TURN, Pages, Turn
 from fastgraph.kernels.registry import Kernel, Signature
 from fastgraph.kernels.sampling import SamplerState, outputs_of
 
@@ -22,7 +22,6 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 1e-2}  # of `error`
 
 _CHUNK = 1024  # tokens of a prompt; a problem of more has several
 _PAST = (0, 100, 700, 33)  # tokens that rows have in their pages already, in turn
-_PAGES = 64  # of a slot, at most
 
 
 def problem(op: str, signature: Signature, rows: int, seed: int = 0) -> tuple[Any, ...]:
@@ -78,7 +77,7 @@ def _pages(signature: Signature, counts: list[int], randn: Callable[..., Tensor]
 
 def _turn(signature: Signature, positions: Tensor, randn: Callable[..., Tensor]) -> Turn:
     if "rope" not in signature.features:
-        return Turn(None, None, None, None, 0.0)
+        return NO_TURN
     half = signature.head_dim // 2
     angles = positions[:, None] * 10000.0 ** (-torch.arange(half) / half)
     norms = [1 + randn(signature.head_dim, scale=0.1) if "norms" in signature.features else None for _ in "qk"]

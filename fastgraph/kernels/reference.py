@@ -1,4 +1,7 @@
-"""Paged attention in plain PyTorch: what runs on a CPU, and what every other implementation is tested against."""
+"""The ops in plain PyTorch: what runs on a CPU, and what every other implementation is tested against.
+
+The reference of experts is in `fastgraph.kernels.experts`, that of sampling in `fastgraph.kernels.sampling`.
+"""
 
 from __future__ import annotations
 
@@ -9,61 +12,124 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastgraph.kernels.attention import Pages, Turn
 
-def attend_reference(
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, computed in float32 (arXiv:1910.07467). Same shape and dtype as x.
+
+    What comes of it is rounded to the weight's dtype before it is multiplied with the weight: Llama's way where that is
+    the dtype of x, Gemma's where it is float32.
+    """
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (weight * y.to(weight.dtype)).to(x.dtype)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + d/2) of each head (arXiv:2104.09864, the half-split order of Hugging Face's checkpoints).
+
+    x: [tokens, heads, head_dim]; cos, sin: [tokens, rotary_dim / 2] float32. Heads wider than the rotary keep the rest.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]  # [tokens, 1, half]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    a, b, rest = wide.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
+
+
+def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """SwiGLU's or GeGLU's activation, act(gate) * up (arXiv:2002.05202). [tokens, 2 * width] -> [tokens, width].
+
+    activation: "silu", or "gelu" for its tanh approximation (arXiv:1606.08415).
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") if activation == "gelu" else F.silu(gate)) * up
+
+
+def linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """Arguments as in `fastgraph.kernels.linear`; the residual stays what it was."""
+    y = F.linear(x if norm is None else rms_norm(x, norm, eps), weight, bias)
+    y = gate_mul(y, activation) if gated else y
+    return y if residual is None else residual + y
+
+
+def turned(q: Tensor, k: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+    """q and k, normed and rotated."""
+    if turn.q_norm is not None and turn.k_norm is not None:
+        q, k = rms_norm(q, turn.q_norm, turn.eps), rms_norm(k, turn.k_norm, turn.eps)
+    if turn.cos is not None and turn.sin is not None:
+        q, k = rotary(q, turn.cos, turn.sin), rotary(k, turn.cos, turn.sin)
+    return q, k
+
+
+def rotate_and_write_reference(q: Tensor, k: Tensor, v: Tensor, turn: Turn, pages: Pages) -> Tensor:
+    """Norm and rotate q and k, write k and v into their pages, return q."""
+    q, k = turned(q, k, turn)
+    size = pages.k_cache.shape[1]
+    page = pages.page_table[pages.token_slots, pages.positions // size]
+    cell = (page.long(), (pages.positions % size).long())
+    pages.k_cache[cell], pages.v_cache[cell] = k, v
+    return q
+
+
+def attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    slots: Tensor,
-    query_start: Tensor,
-    out: Tensor,
+    turn: Turn,
+    pages: Pages,
     scale: float,
-    window: int,
+    window: int = 0,
     sinks: Tensor | None = None,
-) -> None:
-    """Write k and v into their pages, then fill `out`. Arguments as in `fastgraph.kernels.attention`.
+) -> Tensor:
+    """The attention op, of rows of any length. Arguments as in `fastgraph.kernels.attention`.
 
     Reads lengths and row boundaries on the host, so it cannot be captured in a CUDA graph.
     """
-    slot_lengths = lengths.tolist()
+    q, k = turned(q, k, turn)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    slots = pages.slots
+    slot_lengths = pages.lengths.tolist()
     rows = [
         (slot, start, stop - start, slot_lengths[slot] + stop - start)  # slot, first token, tokens, length afterwards
-        for slot, (start, stop) in zip(slots.tolist(), pairwise(query_start.tolist()), strict=True)
+        for slot, (start, stop) in zip(slots.tolist(), pairwise(pages.query_start.tolist()), strict=True)
     ]
     single = [row for row in rows if row[2] == 1]
     totals = [total for *_, total in single]
     # Rows in one call are padded to the longest; where that would more than double the work, each goes alone.
     if len(single) > 1 and len(single) * max(totals) <= 2 * sum(totals):
         if len(single) == len(rows):
-            _attend_single_tokens(q, k, v, k_cache, v_cache, page_table, slots, totals, out, scale, window, sinks)
-            return
+            _attend_single_tokens(q, k, v, pages, slots, totals, out, scale, window, sinks)
+            return out
         tokens = torch.tensor([start for _, start, _, _ in single], device=q.device)
         slots = torch.tensor([slot for slot, *_ in single], device=q.device)
-        q_part, k_part, v_part = q[tokens], k[tokens], v[tokens]
+        q_part = q[tokens]
         part = torch.empty_like(q_part)
-        new = (q_part, k_part, v_part)
-        _attend_single_tokens(*new, k_cache, v_cache, page_table, slots, totals, part, scale, window, sinks)
+        _attend_single_tokens(q_part, k[tokens], v[tokens], pages, slots, totals, part, scale, window, sinks)
         out[tokens] = part
         rows = [row for row in rows if row[2] != 1]
     for slot, start, count, total in rows:
         if count:
             mine = slice(start, start + count)
-            pages = page_table[slot]
-            new = (q[mine], k[mine], v[mine])
-            _attend_one_row(*new, k_cache, v_cache, pages, out[mine], total, scale, window, sinks)
+            _attend_one_row(q[mine], k[mine], v[mine], pages, slot, total, out[mine], scale, window, sinks)
+    return out
 
 
 def _attend_single_tokens(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
+    pages: Pages,
     slots: Tensor,
     totals: list[int],
     out: Tensor,
@@ -73,10 +139,10 @@ def _attend_single_tokens(
 ) -> None:
     """Rows of one token each, padded to the longest. q, out: [rows, heads, head_dim]"""
     rows, heads, head_dim = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
-    pages = page_table.index_select(0, slots)[:, : -(-max(totals) // page_size)].tolist()
-    new, cells, mask = _padded_cells(tuple(map(tuple, pages)), tuple(totals), page_size, window, q.dtype, q.device)
-    keys, values = _by_cell(k_cache), _by_cell(v_cache)
+    page_size, kv_heads = pages.k_cache.shape[1:3]
+    table = pages.page_table.index_select(0, slots)[:, : -(-max(totals) // page_size)].tolist()
+    new, cells, mask = _padded_cells(tuple(map(tuple, table)), tuple(totals), page_size, window, q.dtype, q.device)
+    keys, values = _by_cell(pages.k_cache), _by_cell(pages.v_cache)
     keys.index_copy_(0, new, k)
     values.index_copy_(0, new, v)
     keys, values = (x.index_select(0, cells).view(rows, -1, kv_heads, head_dim) for x in (keys, values))
@@ -118,22 +184,21 @@ def _attend_one_row(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    pages: Tensor,
-    out: Tensor,
+    pages: Pages,
+    slot: int,
     total: int,
+    out: Tensor,
     scale: float,
     window: int,
     sinks: Tensor | None,
 ) -> None:
     """The tokens of one row, the last of them at position total - 1. q, out: [tokens, heads, head_dim]"""
     tokens, heads, head_dim = q.shape
-    page_size, kv_heads = k_cache.shape[1:3]
+    page_size, kv_heads = pages.k_cache.shape[1:3]
     lowest = max(0, total - tokens + 1 - window) if window else 0  # no token sees what is before it
     first_page = lowest // page_size
-    pages = pages[first_page : -(-total // page_size)]
-    keys, values = _write_and_read(k, v, k_cache, v_cache, pages, total - first_page * page_size)
+    mine = pages.page_table[slot, first_page : -(-total // page_size)]
+    keys, values = _write_and_read(k, v, pages.k_cache, pages.v_cache, mine, total - first_page * page_size)
     skipped = lowest - first_page * page_size
     keys, values = keys[skipped:].transpose(0, 1), values[skipped:].transpose(0, 1)  # [kv_heads, span, head_dim]
     if tokens == 1:  # it sees all of them, and the heads that share keys can be its query positions

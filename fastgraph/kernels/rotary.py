@@ -7,84 +7,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastgraph.kernels.attention import Pages, Turn
 from fastgraph.kernels.launch import can_overlap, cdiv, gdc_launch_dependents, gdc_wait
-from fastgraph.kernels.norm import rms_norm_reference
 
 _TOKENS = 16  # tokens of one head that a program handles
 
 
-def rotate_and_write(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    positions: Tensor,
-    token_slots: Tensor,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
-    """Norm and rotate q and k, write k and v into their pages, return q.
+def rotate_and_write(q: Tensor, k: Tensor, v: Tensor, turn: Turn, pages: Pages) -> Tensor:
+    """Norm and rotate q and k, write k and v into their pages, return q [tokens, heads, head_dim].
 
     q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]: views into one [tokens, width] tensor are fine;
-    head_dim a power of two. cos, sin: [tokens, rotary_dim / 2] float32 (arXiv:2104.09864, pairs
-    (i, i + rotary_dim / 2)), or None where q and k come rotated: then only the pages are written. q_norm, k_norm:
-    [head_dim], RMSNorm of each head as in Qwen3, or None. k_cache, v_cache: [pages, page_size, kv_heads, head_dim];
-    page_table: [slots, pages_per_slot] int32; positions, token_slots: [tokens] int32.
-    Returns [tokens, heads, head_dim].
+    head_dim a power of two. Where q and k come rotated, only the pages are written. In plain PyTorch:
+    `rotate_and_write_reference`.
     """
     tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    rotates = cos is not None
-    q_out = torch.empty_like(q, memory_format=torch.contiguous_format) if rotates else q
+    kv_heads, page_size = k.shape[1], pages.k_cache.shape[1]
+    half = 0 if turn.cos is None else turn.cos.shape[1]
+    q_heads = heads if half else 0  # that there is anything to do for
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format) if half else q
     overlap = can_overlap(q.device)
-    grid = (cdiv(tokens, _TOKENS), (heads if rotates else 0) + 2 * kv_heads)
+    grid = (cdiv(tokens, _TOKENS), q_heads + 2 * kv_heads)
     _rotate_and_write[grid](
         q,
         k,
         v,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        k_cache,
-        v_cache,
-        page_table,
-        positions,
-        token_slots,
+        turn.cos,
+        turn.sin,
+        turn.q_norm,
+        turn.k_norm,
+        pages.k_cache,
+        pages.v_cache,
+        pages.page_table,
+        pages.positions,
+        pages.token_slots,
         q_out,
         tokens,
         q.stride(0),
         k.stride(0),
         v.stride(0),
-        page_table.stride(0),
-        eps,
-        heads if rotates else 0,
+        pages.page_table.stride(0),
+        turn.eps,
+        q_heads,
         kv_heads,
         head_dim,
-        k_cache.shape[1],
-        cos.shape[1] if cos is not None else 0,
-        q_norm is not None,
+        page_size,
+        half,
         _TOKENS,
         overlap,
         num_warps=4,
         launch_pdl=overlap,
     )
     return q_out
-
-
-def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """Norm and rotate in plain PyTorch. x: [tokens, heads, head_dim]; the rest as in `rotate_and_write`."""
-    if norm is not None:
-        x = rms_norm_reference(x, norm, eps)
-    half = cos.shape[-1]
-    cos, sin = cos[:, None], sin[:, None]  # [tokens, 1, half]
-    a, b, rest = x.to(torch.promote_types(x.dtype, torch.float32)).split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
 
 
 @triton.jit
@@ -104,12 +77,10 @@ def angles(cos_ptr, sin_ptr, at, d, ok, HALF: tl.constexpr):
 
 
 @triton.jit
-def norm_and_rotate(
-    x, partner, norm_ptr, d, cos, sin, eps, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr
-):
+def norm_and_rotate(x, partner, norm_ptr, d, cos, sin, eps, HEAD_DIM: tl.constexpr, HALF: tl.constexpr):
     """x and the partners of its elements: [rows, D]; cos, sin: [rows or 1, D]. Returns [rows, D]."""
     dtype: tl.constexpr = x.dtype
-    if NORM:
+    if norm_ptr is not None:
         wide = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / HEAD_DIM + eps)[:, None]
         weight = tl.load(norm_ptr + d)[None, :]
@@ -145,7 +116,6 @@ def _rotate_and_write(
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
-    NORM: tl.constexpr,
     TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -165,7 +135,7 @@ def _rotate_and_write(
             at = q_ptr + row * q_stride + head * HEAD_DIM
             q = tl.load(at + d[None, :], mask=ok, other=0.0)
             partner = tl.load(at + other[None, :], mask=ok, other=0.0)
-            q = norm_and_rotate(q, partner, q_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF, NORM)
+            q = norm_and_rotate(q, partner, q_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF)
             tl.store(out_ptr + (row * HEADS + head) * HEAD_DIM + d[None, :], q, mask=ok)
     if head >= HEADS:
         position = tl.load(positions + t, mask=inside, other=0)
@@ -178,7 +148,7 @@ def _rotate_and_write(
             k = tl.load(at + d[None, :], mask=ok, other=0.0)
             if HALF:
                 partner = tl.load(at + other[None, :], mask=ok, other=0.0)
-                k = norm_and_rotate(k, partner, k_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF, NORM)
+                k = norm_and_rotate(k, partner, k_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF)
             tl.store(k_cache + cell, k, mask=ok)
         else:
             v = tl.load(v_ptr + row * v_stride + kv_head * HEAD_DIM + d[None, :], mask=ok, other=0.0)
