@@ -61,6 +61,11 @@ class EngineConfig:
             value, allowed = getattr(self, name), get_args(literal)
             if value not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+        texts = dict.fromkeys(("model", "revision", "token", "chat_template", "trace"), (str | None, "text"))
+        switches = dict.fromkeys(("offline", "prefix_cache", "autotune"), (bool, "True or False"))
+        for name, (kind, wanted) in (texts | switches).items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise ConfigError(f"{name} must be {wanted}, not {value!r}")
         positive = ("max_model_len", "max_decode_bs", "max_step_tokens", "page_size", "kv_pages")
         for name in (*positive, "max_capture_bs", "max_capture_tokens", "in_flight_depth"):
             value, least = getattr(self, name), 1 if name in positive else 0

@@ -112,12 +112,6 @@ class Ticket:
             self._resolve(reason, output.past)
         return reason is not None and output.finish_reason is None
 
-    def entered(self, command: Future[None]) -> None:
-        """Called when the scheduler has the request, or never will."""
-        error = command.exception()
-        if error is not None:
-            self.fail(error)
-
     def fail(self, error: BaseException) -> None:
         self.future.set_exception(error)
 
@@ -186,9 +180,14 @@ class Engine:
                         self._tickets[ticket.request.id] = ticket
 
             entered = self._loop.call(enter)
+
+        def entered_or_not(command: Future[None]) -> None:
+            if error := command.exception():
+                for ticket in tickets:
+                    ticket.fail(error)
+
         # The engine may end before it takes the command, and then nobody else knows of the tickets.
-        for ticket in tickets:
-            entered.add_done_callback(ticket.entered)
+        entered.add_done_callback(entered_or_not)
         return tickets
 
     def abort(self, request_ids: Iterable[int] | None) -> None:

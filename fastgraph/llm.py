@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import sys
 import weakref
@@ -37,7 +38,12 @@ __all__ = ["LLM", "Completion", "Stream", "Timing", "TokenLogprob", "load_model"
 
 
 def load_model(
-    name: str | None = None, /, *, progress: Progress | None = None, policy: Policy = first_come, **options: Any
+    name: str | os.PathLike[str] | None = None,
+    /,
+    *,
+    progress: Progress | None = None,
+    policy: Policy = first_come,
+    **options: Any,
 ) -> LLM:
     """Load a model and start an engine for it.
 
@@ -47,10 +53,11 @@ def load_model(
     impossible option, `ModelError` for a model that cannot be loaded.
     """
     known = set(EngineConfig.__dataclass_fields__) - {"model"}
-    unknown = sorted(set(options) - set(known))
+    unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(f"unknown option {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
-    return LLM(EngineConfig(model=name, **options), progress=progress, policy=policy)
+    model = os.fspath(name) if isinstance(name, os.PathLike) else name
+    return LLM(EngineConfig(model=model, **options), progress=progress, policy=policy)
 
 
 class LLM:
@@ -76,7 +83,10 @@ class LLM:
             weights=config.load_format != "dummy",
             progress=tell,
         )
-        self.tokenizer = _read_tokenizer(self.checkpoint, dummy=config.load_format == "dummy")
+        # A dummy model may do without a tokenizer.
+        read = config.load_format != "dummy" or (self.checkpoint.folder / "tokenizer.json").is_file()
+        parts = (self.checkpoint.folder, self.checkpoint.config, self.checkpoint.generation_config)
+        self.tokenizer = Tokenizer(*parts) if read else None
         template = find_chat_template(self.checkpoint.folder, config.chat_template)
         special = self.tokenizer.special_tokens if self.tokenizer else {}
         self._template = ChatTemplate(template, special) if template is not None else None
@@ -367,10 +377,3 @@ def _wait(futures: Sequence[Future[Completion]], progress: bool | None) -> None:
         task = bar.add_task("generating", total=len(futures))
         for _ in as_completed(futures):
             bar.advance(task)
-
-
-def _read_tokenizer(checkpoint: Checkpoint, dummy: bool) -> Tokenizer | None:
-    """The folder's tokenizer. A dummy model may do without one."""
-    if dummy and not (checkpoint.folder / "tokenizer.json").is_file():
-        return None
-    return Tokenizer(checkpoint.folder, checkpoint.config, checkpoint.generation_config)

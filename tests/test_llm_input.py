@@ -91,8 +91,13 @@ def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() 
         fastgraph.load_model(dtype="int3")
     with pytest.raises(ConfigError, match="kv_pages must be a whole number from 1 up"):
         fastgraph.load_model(kv_pages=0)
-    with pytest.raises(ModelError, match="there is no folder or file"):
-        fastgraph.load_model("./nowhere.gguf")
+    with pytest.raises(ConfigError, match="chat_template must be text, not PosixPath"):
+        fastgraph.load_model(chat_template=Path("template.jinja"))
+    with pytest.raises(ConfigError, match="prefix_cache must be True or False, not 'no'"):
+        fastgraph.load_model(prefix_cache="no")
+    for nowhere in ("./nowhere.gguf", Path("nowhere.gguf")):
+        with pytest.raises(ModelError, match="there is no folder or file"):
+            fastgraph.load_model(nowhere)
 
 
 def test_a_chat_templates_bos_is_the_only_one(load_tiny: Callable[..., fastgraph.LLM]) -> None:

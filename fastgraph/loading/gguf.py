@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
 import struct
 import tempfile
 from collections.abc import Mapping
@@ -136,21 +135,17 @@ def convert(path: Path, dtype: str, progress: Progress) -> Path:
     config = read_config(file)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
-        try:
-            _write_folder(unfinished, file, config, dtype, progress)
-            unfinished.chmod(0o755)
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was there first, with the same result
-                raise
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as unfinished:
+            whole = Path(unfinished) / folder.name
+            whole.mkdir()
+            _write_folder(whole, file, config, dtype, progress)
+            whole.rename(folder)
     except OSError as error:
-        raise ModelError(
-            f"cannot write the converted model to {folder.parent} ({error}); "
-            f"make room there, or set FASTGRAPH_CACHE to another folder"
-        ) from error
+        if not folder.is_dir():  # else another process was there first, with the same result
+            raise ModelError(
+                f"cannot write the converted model to {folder.parent} ({error}); "
+                f"make room there, or set FASTGRAPH_CACHE to another folder"
+            ) from error
     return folder
 
 
