@@ -37,7 +37,7 @@ class Fake:
     """A prefill attention that takes its time, or is wrong; it counts its calls."""
 
     def __init__(self, name: str, delay: float = FAST, change: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        self.calls, self._delay, self._change, self._name = 0, delay, change, name
+        self.calls, self._delay, self._change, self.name = 0, delay, change, name
         self._reference = next(i for i in registry.implementations("prefill_attention") if i.name == "reference").load()
 
     def __call__(self, *args: Any) -> Tensor:
@@ -47,7 +47,7 @@ class Fake:
 
     def offer(self, **options: Any) -> Fake:
         features = frozenset({"window"})
-        registry.register(Implementation("prefill_attention", self._name, lambda: self, features=features, **options))
+        registry.register(Implementation("prefill_attention", self.name, lambda: self, features=features, **options))
         return self
 
 
@@ -128,6 +128,39 @@ def test_a_forced_kernel_is_not_measured() -> None:
     Fake("fast").offer(rank=30)
     assert tune(forced={"prefill_attention": "slow"}).who() == "slow"
     assert not slow.calls
+
+
+def test_what_a_graph_can_record_is_timed_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with prompts are captured as far as what serves them can be: that must not be judged by the host's time."""
+    timed = {}
+
+    def seconds(kernel: Fake, op: str, signature: Signature, rows: int, in_graph: bool) -> float:
+        timed[kernel.name] = in_graph
+        return 1.0
+
+    monkeypatch.setattr(autotune, "seconds", seconds)
+    Fake("recorded").offer(rank=30)
+    Fake("planned").offer(rank=20, capturable=False)
+    choices = {"prefill_attention": registry.choose(SIGNATURE, {})["prefill_attention"]}
+    for graphs in (True, False):
+        asked = replace(SIGNATURE, graphs=graphs)
+        autotune.tune(choices, asked, 4, 20, lambda *phase: None)
+        assert timed == {"recorded": graphs, "planned": False}
+
+
+def test_one_that_fails_when_it_is_timed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that says that a graph can record it, and reads on the host."""
+    fast, timed = Fake("fast").offer(rank=30), autotune.seconds
+    Fake("slow", SLOW).offer(rank=20)
+
+    def seconds(kernel: Fake, *rest: Any) -> float:
+        if kernel is fast:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return timed(kernel, *rest)
+
+    monkeypatch.setattr(autotune, "seconds", seconds)
+    with pytest.warns(FastgraphWarning, match="fast is left out: fails with RuntimeError: operation not permitted"):
+        assert tune().who() == "slow"
 
 
 def attend_one_by_one(q: Tensor, pages: Pages, scale: float, window: int) -> Tensor:

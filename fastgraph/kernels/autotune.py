@@ -24,7 +24,7 @@ from fastgraph import compile_cache
 from fastgraph.errors import FastgraphWarning
 from fastgraph.kernels import serving
 from fastgraph.kernels.problems import TOLERANCE, error, problem
-from fastgraph.kernels.registry import OPS, Choice, Implementation, Kernel, Signature
+from fastgraph.kernels.registry import Choice, Implementation, Kernel, Signature
 
 ROWS = (1, 8, 64, 256, 1024, 4096)  # what is measured, up to the most that a step may have
 RUNS = 7
@@ -98,29 +98,35 @@ def _measure(able: list[Implementation], signature: Signature, rows: list[int], 
             progress(f"measuring kernels for {op}", (done + part / len(kernels)) / len(rows))
             if name in wrong or n > (implementation.max_rows or n):
                 continue
-            fault = _fault(kernel, op, signature, n)
+            in_graph = signature.graphs and implementation.capturable
+            fault, time = _judge(kernel, op, signature, n, in_graph)
             if fault:
                 wrong[name] = f"{fault} of {n} rows"
                 warnings.warn(f"{op}: {name} is left out: {wrong[name]}", FastgraphWarning, stacklevel=2)
             else:
-                times[name] = seconds(kernel, op, signature, n)
+                times[name] = time
         if times:
             fastest[n] = min(times, key=times.__getitem__)
     return {"fastest": {n: name for n, name in fastest.items() if name not in wrong}, "wrong": wrong}
 
 
-def _fault(kernel: Kernel, op: str, signature: Signature, rows: int) -> str:
-    """What is wrong with a kernel; "" if nothing is."""
+def _judge(kernel: Kernel, op: str, signature: Signature, rows: int, in_graph: bool) -> tuple[str, float]:
+    """What is wrong with a kernel, "" if nothing is; and the time of a call."""
     try:
         far = error(kernel, op, signature, rows)
+        fault = "" if far <= TOLERANCE[signature.dtype] else f"is {far:.2g} off the reference"
+        return fault, 0.0 if fault else seconds(kernel, op, signature, rows, in_graph)
     except Exception as failure:  # whatever a kernel does, an engine starts without it
-        return f"fails with {type(failure).__name__}: {failure}"
-    return "" if far <= TOLERANCE[signature.dtype] else f"is {far:.2g} off the reference"
+        return f"fails with {type(failure).__name__}: {failure}", 0.0
 
 
 @torch.inference_mode()
-def seconds(kernel: Kernel, op: str, signature: Signature, rows: int) -> float:
-    """Median time of a call, of steps that call it once for each layer. What graphs record is timed in a graph."""
+def seconds(kernel: Kernel, op: str, signature: Signature, rows: int, in_graph: bool) -> float:
+    """Median time of a call, of steps that call it once for each layer.
+
+    What a graph can record is timed in one, prefill too: steps that keep the host busy longer than the device are
+    captured, and in others the host does not count.
+    """
     problems = [problem(op, signature, rows)]
     size = sum(x.nbytes for x in tree_leaves(problems) if isinstance(x, torch.Tensor))
     on_gpu = signature.device == "cuda"
@@ -135,7 +141,7 @@ def seconds(kernel: Kernel, op: str, signature: Signature, rows: int) -> float:
 
     step()
     run, graph = step, None
-    if signature.graphs and OPS[op].captured:
+    if in_graph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()

@@ -7,6 +7,7 @@ their input. A few rows: a tensor-core product whose tiles are as narrow as the 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,7 @@ class VectorPlan(NamedTuple):
     warps: int
 
 
+@cache
 def vector_plan(n: int, k: int, gated: bool) -> VectorPlan:
     """Large weights are read with 256 bytes a thread; small ones with 128, so that every multiprocessor has a share."""
     width, rows = power_of_two(k), 2 if gated else 1
@@ -193,6 +195,7 @@ def most_tiled_rows(n: int, k: int, gated: bool) -> int:
     return 256 if gated or n >= 4 * k else 128
 
 
+@cache
 def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int) -> TilePlan:
     """Tiles of 64 outputs. The inputs are split where there are few tiles and much to read for each."""
     height = max(power_of_two(rows), 16)
@@ -224,7 +227,9 @@ def _tiled(
     y = x.new_empty(rows, n) if residual is None else residual
     grid = (cdiv(rows, plan.rows), cdiv(n, plan.outputs), plan.splits)
     tiles = grid[0] * grid[1]
-    parts = x.new_empty(tiles * plan.splits * plan.rows * plan.outputs if plan.splits > 1 else 1, dtype=torch.float32)
+    parts = None
+    if plan.splits > 1:
+        parts = x.new_empty(tiles * plan.splits * plan.rows * plan.outputs, dtype=torch.float32)
     overlap = can_overlap(x.device)
     _tiled_kernel[grid](
         TensorDescriptor.from_tensor(x, [plan.rows, plan.depth]),
