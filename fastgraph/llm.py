@@ -370,10 +370,7 @@ def _wait(futures: Sequence[Future[Completion]], progress: bool | None) -> None:
         wait(futures)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import track
 
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("generating", total=len(futures))
-        for _ in as_completed(futures):
-            bar.advance(task)
+    for _ in track(as_completed(futures), "generating", total=len(futures), console=Console(stderr=True)):
+        pass

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastgraph.errors import ModelError
 
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Progress = Callable[[str, "float | None"], None]  # the phase in words, and the share of it that is done (0..1)
 
 

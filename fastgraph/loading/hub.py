@@ -12,11 +12,10 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils.tqdm import tqdm
 
 from fastgraph.errors import ModelError
-from fastgraph.loading.files import Progress, read_index
+from fastgraph.loading.files import SINGLE, Progress, read_index
 
 _TEXT_FILES = ["*.json", "*.jinja"]
 _SUBFOLDERS = ["*/*"]  # other formats of the same weights live there
-_SINGLE = "model.safetensors"
 
 
 def download(
@@ -33,6 +32,7 @@ def download(
     Weights in other formats are left where they are. `offline` (or HF_HUB_OFFLINE) makes do with what was fetched
     before. Raises `ModelError` that says what to do: no such model, no access, no network, no safetensors.
     """
+    offline = offline or huggingface_hub.is_offline_mode()
     fetch = partial(
         huggingface_hub.snapshot_download,
         model,
@@ -46,10 +46,11 @@ def download(
     try:
         folder = Path(fetch(allow_patterns=_TEXT_FILES))
         if weights:
-            files = sorted(set(read_index(folder).values())) or [_SINGLE]
+            files = sorted(set(read_index(folder).values())) or [SINGLE]
             fetch(allow_patterns=_TEXT_FILES + files)
             if not any((folder / file).is_file() for file in files):
-                raise ModelError(f"{model} holds no safetensors weights{_others(model, revision, token, offline)}")
+                others = "" if offline else _others(model, revision, token)
+                raise ModelError(f"{model} holds no safetensors weights{others}")
     except errors.HFValidationError as error:
         raise ModelError(f"{model!r} is neither a folder nor a file here, nor a model's name on the hub") from error
     except errors.GatedRepoError as error:
@@ -64,7 +65,7 @@ def download(
     except errors.RevisionNotFoundError as error:
         raise ModelError(f"{model} has no revision {revision!r}: see {_page(model)}/commits/main") from error
     except errors.LocalEntryNotFoundError as error:  # offline, or the hub cannot be reached
-        if offline or huggingface_hub.is_offline_mode():
+        if offline:
             raise ModelError(f"{model} is not, or not wholly, in this machine's cache: fetch it once online") from error
         raise ModelError(
             f"{model} is not in this machine's cache and the hub cannot be reached: check the network. {_first(error)}"
@@ -82,10 +83,8 @@ class _Bar(tqdm):
         super().__init__(*args, **options)  # type: ignore[no-untyped-call]
 
 
-def _others(model: str, revision: str | None, token: str | None, offline: bool) -> str:
+def _others(model: str, revision: str | None, token: str | None) -> str:
     """What a model has in place of safetensors, for a message."""
-    if offline or huggingface_hub.is_offline_mode():
-        return ""
     listed = huggingface_hub.HfApi(token=token).list_repo_files(model, revision=revision)
     files = [file for file in listed if "/" not in file]
     kinds = {suffix for suffix in (".gguf", ".bin", ".pth", ".safetensors") if any(f.endswith(suffix) for f in files)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fastgraph.errors import ModelError
-from fastgraph.loading.files import INDEX, Progress, read_index
+from fastgraph.loading.files import INDEX, SINGLE, Progress, read_index
 
 Names = Mapping[str, "str | tuple[str, ...] | list[str | tuple[str, ...]]"]  # parameter: the checkpoint's names for it
 
@@ -28,63 +27,69 @@ _LISTED = 8  # names a message shows before it only counts
 
 
 class WeightFiles:
-    """The tensors of a checkpoint folder, memory-mapped; a file is opened when its first tensor is asked for.
+    """The tensors of a checkpoint folder, memory-mapped. `names` maps the name of each to the file that holds it.
 
-    `names` maps each tensor's name to the file that holds it. An index file, where there is one, is the authority:
-    other safetensors beside it are not read. Of a model of text and images only the text part is here, under the names
-    that a model of text alone would have. Raises `ModelError` for a folder without weights and for missing shards.
+    An index file, where there is one, is the authority: what it does not name is not read. Of a model of text and
+    images only the text part is here, under the names that a model of text alone would have. Raises `ModelError` for a
+    folder without weights, and for files that are missing or cut off.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open: dict[str, Any] = {}
-        stored = self._index()
+        index = read_index(folder)
+        files = sorted(set(index.values())) or [_only_file(folder)]
+        missing = [file for file in files if not (folder / file).is_file()]
+        if missing:
+            raise ModelError(
+                f"{folder} lacks {len(missing)} of the weight files that {INDEX} names: {_listing(missing)}; "
+                f"download them again"
+            )
+        held = {file: _opened(folder / file) for file in files}
+        stored = {
+            name: file
+            for file in files
+            for name in held[file].keys()  # noqa: SIM118 - no dict
+            if not index or index.get(name) == file
+        }
         self._prefix = _TEXT_PART if any(name.startswith(_TEXT_PART) for name in stored) else ""
-        self.names: Mapping[str, str] = {
-            name.removeprefix(self._prefix): file for name, file in stored.items() if name.startswith(self._prefix)
+        self.names: Mapping[str, Any] = {
+            name.removeprefix(self._prefix): held[file]
+            for name, file in stored.items()
+            if name.startswith(self._prefix)
         }
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        return tuple(self._file(self.names[name]).get_slice(self._prefix + name).get_shape())
+        return tuple(self.names[name].get_slice(self._prefix + name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor on the CPU, in the checkpoint's dtype, backed by the mapped file."""
-        tensor: torch.Tensor = self._file(self.names[name]).get_tensor(self._prefix + name)
+        tensor: torch.Tensor = self.names[name].get_tensor(self._prefix + name)
         return tensor
 
-    def _index(self) -> dict[str, str]:
-        if names := read_index(self.folder):
-            missing = sorted({file for file in names.values() if not (self.folder / file).is_file()})
-            if missing:
-                raise ModelError(
-                    f"{self.folder} lacks {len(missing)} of the weight files that {INDEX} names: "
-                    f"{_listing(missing)}; download them again"
-                )
-            return names
-        files = sorted(self.folder.glob("*.safetensors"))
-        if (self.folder / "model.safetensors").is_file():
-            files = [self.folder / "model.safetensors"]
-        if not files:
-            others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self.folder.glob(pattern))
-            found = f"; it has {_listing(others)}, which would have to be converted to safetensors" if others else ""
-            raise ModelError(f"{self.folder} holds no safetensors weights{found}")
-        if len(files) > 1:
-            raise ModelError(
-                f"{self.folder} holds {len(files)} safetensors files but no {INDEX} that says which belong together; "
-                f"add the index, or keep one file named model.safetensors"
-            )
-        return dict.fromkeys(self._file(files[0].name).keys(), files[0].name)
 
-    def _file(self, file: str) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(
-                    f"{self.folder / file} is not a whole safetensors file ({error}); download it again"
-                ) from error
-        return self._open[file]
+def _only_file(folder: Path) -> str:
+    """The safetensors file of a folder without an index."""
+    if (folder / SINGLE).is_file():
+        return SINGLE
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        found = f"; it has {_listing(others)}, which would have to be converted to safetensors" if others else ""
+        raise ModelError(f"{folder} holds no safetensors weights{found}")
+    if len(files) > 1:
+        raise ModelError(
+            f"{folder} holds {len(files)} safetensors files but no {INDEX} that says which belong together; "
+            f"add the index, or keep one file named {SINGLE}"
+        )
+    return files[0]
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is not a whole safetensors file ({error}); download it again") from error
 
 
 def load_weights(
@@ -128,15 +133,12 @@ def load_weights(
 def fill_dummy(model: torch.nn.Module, seed: int = 0) -> None:
     """Fill every parameter with random numbers: vectors (the norms' weights) around 1, all else around 0, spread 0.02.
 
-    Never zeros: they would let kernels and caches off lightly, and hide NaNs. Drawn on each parameter's own device.
+    Never zeros: they would let kernels and caches off lightly, and hide NaNs. Drawn on the model's device.
     """
-    generators: dict[torch.device, torch.Generator] = {}
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            device = parameter.device
-            if device not in generators:
-                generators[device] = torch.Generator(device).manual_seed(seed)
-            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.02, generator=generators[device])
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.02, generator=generator)
 
 
 def sources_of(name: str, parameter: torch.Tensor, names: Names, present: Container[str]) -> tuple[str, ...]:
@@ -209,7 +211,7 @@ def _check(
     ignore: Sequence[str],
 ) -> None:
     wanted = {name for group in sources.values() for source in group for name in stored(source)}
-    present = {name for name in files.names if name in wanted and _readable(files, name)}
+    present = wanted.intersection(files.names)
     missing = sorted(wanted - present)
     unexpected = sorted(
         n for n in files.names if n not in wanted and not any(fnmatch.fnmatchcase(n, p) for p in ignore)
@@ -236,14 +238,6 @@ def _check(
 def _as_filled(parameter: torch.Tensor, dimensions: int) -> torch.Tensor:
     """A parameter as the checkpoint's tensors lie in it: experts whose matrices come singly, one behind the other."""
     return parameter.flatten(0, 1) if parameter.ndim == 3 and dimensions == 2 else parameter
-
-
-def _readable(files: WeightFiles, name: str) -> bool:
-    """Whether the file that the index names for a tensor really holds it."""
-    with contextlib.suppress(SafetensorError):
-        files.shape(name)
-        return True
-    return False
 
 
 def _listing(names: Sequence[str], between: str = ", ") -> str:
