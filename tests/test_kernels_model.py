@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
+    MixtralConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -57,6 +59,19 @@ def on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "add_linear", cuda._add_linear)
 
 
+def build(config: PretrainedConfig) -> tuple[Any, Any, Any]:
+    """transformers' model of a config, ours with the same weights, and our config."""
+    torch.manual_seed(2)
+    config._attn_implementation = "eager"
+    reference = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+    raw = config.to_dict() | {"architectures": [type(reference).__name__]}
+    module = models.find(raw)
+    shape = module.Config.from_hf(raw)
+    model = module.Model(shape)
+    copy_weights(model, module.WEIGHTS, reference.state_dict())
+    return reference, model.to(DEVICE), shape
+
+
 SLOW = (
     "qwen2, windowed",
     "phi3, a part of each odd head turned",
@@ -66,16 +81,7 @@ SLOW = (
 @pytest.mark.parametrize("variant", [pytest.param(v, marks=pytest.mark.gpu) if v in SLOW else v for v in VARIANTS])
 @torch.no_grad()
 def test_prefill_chunks_and_decode_give_the_logits_of_transformers(variant: str) -> None:
-    torch.manual_seed(2)
-    config = VARIANTS[variant]
-    config._attn_implementation = "eager"
-    reference = AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
-    raw = config.to_dict() | {"architectures": [type(reference).__name__]}
-    module = models.find(raw)
-    shape = module.Config.from_hf(raw)
-    model = module.Model(shape)
-    copy_weights(model, module.WEIGHTS, reference.state_dict())
-    model.to(DEVICE)
+    reference, model, shape = build(VARIANTS[variant])
     first, second, third = torch.randint(0, 96, (3, 40)).tolist()
     want = reference(torch.tensor([first, second, third], device=DEVICE)).logits  # [3, 40, vocab]
     width = ops.cache_width(shape.head_dim, "cuda")
@@ -97,3 +103,49 @@ def test_prefill_chunks_and_decode_give_the_logits_of_transformers(variant: str)
             start = done[piece.slot]
             done[piece.slot] += len(piece.ids)
             torch.testing.assert_close(got, want[piece.slot - 1, start : done[piece.slot]], rtol=2e-3, atol=2e-3)
+
+
+@pytest.fixture
+def nan_where_nobody_wrote() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills new memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**SIZES), MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)],
+    ids=["llama", "mixtral"],
+)
+@pytest.mark.parametrize(("unowned", "empty"), [(7, 4), (0, 2)])
+@pytest.mark.usefixtures("nan_where_nobody_wrote")
+@torch.no_grad()
+def test_what_a_captured_step_is_padded_with_changes_no_logit(
+    config: PretrainedConfig, unowned: int, empty: int
+) -> None:
+    """Attention leaves tokens that belong to no row unwritten, and so they are anything from there on."""
+    _, model, shape = build(config)
+    ids = torch.randint(0, 96, (3, 12)).tolist()
+    plain, padded = (Paged(shape, slots=3, span=20, page_size=16, device=DEVICE) for _ in "ab")
+    nobody = torch.zeros(max(unowned, empty), dtype=torch.int32, device=DEVICE)
+
+    def forward(batch: ops.Batch, caches: list[ops.LayerCache]) -> torch.Tensor:
+        tokens = {name: getattr(batch, name) for name in ("ids", "positions", "sequence_lengths", "token_slots")}
+        x = model(
+            batch._replace(
+                **{name: torch.cat([x, nobody[:unowned]]) for name, x in tokens.items()},
+                slots=torch.cat([batch.slots, nobody[:empty]]),
+                query_start=torch.cat([batch.query_start, batch.query_start[-1:].expand(empty)]),
+            ),
+            caches,
+        )
+        live = len(batch.ids)
+        assert x[live:].isnan().all()
+        return x[:live]
+
+    for pieces in (
+        [Piece(1, ids[0][:9], whole=9), Piece(2, ids[1][:1], whole=1)],
+        [Piece(2, ids[1][1:2]), Piece(1, ids[0][9:10]), Piece(3, ids[2][:5], whole=5)],
+    ):
+        for got, want in zip(padded.step(model, pieces, forward), plain.step(model, pieces), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
