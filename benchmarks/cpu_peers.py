@@ -62,9 +62,10 @@ def _transformers(dtype: str) -> Answer:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    from fastgraph.config import EngineConfig
     from fastgraph.loading.checkpoint import open_checkpoint
 
-    folder = open_checkpoint(None, dtype=dtype, progress=lambda phase, fraction: None).folder
+    folder = open_checkpoint(EngineConfig(), dtype, lambda phase, fraction: None).folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, use_cache=True)
 

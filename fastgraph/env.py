@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -108,15 +109,7 @@ def show_kernels(config: EngineConfig, explain: bool) -> None:
         signature, of = typical(device.type, name), "a model like Llama 3.1 8B"
     else:
         with Loading() as loading:
-            checkpoint = open_checkpoint(
-                config.model,
-                dtype=name,
-                revision=config.revision,
-                token=config.token,
-                offline=config.offline,
-                weights=False,
-                progress=loading.tell,
-            )
+            checkpoint = open_checkpoint(replace(config, load_format="dummy"), name, loading.tell)
         graphs = device.type == "cuda" and config.max_capture_bs != 0
         signature = signature_of(checkpoint.config, device.type, dtype, config.page_size, graphs)
         of = checkpoint.name

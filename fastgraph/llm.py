@@ -23,7 +23,7 @@ from fastgraph.control.trace import Trace
 from fastgraph.engine import Ask, Completion, Engine, Ticket, Timing, TokenLogprob
 from fastgraph.errors import ConfigError, RequestError
 from fastgraph.loading.chat_template import ChatTemplate, find_chat_template
-from fastgraph.loading.checkpoint import Checkpoint, open_checkpoint
+from fastgraph.loading.checkpoint import open_checkpoint
 from fastgraph.loading.files import Progress
 from fastgraph.loading.tokenizer import Tokenizer
 from fastgraph.text import TextStream
@@ -74,15 +74,7 @@ class LLM:
         tell: Progress = progress or (lambda phase, fraction: None)
         device = settle_device(config)
         dtype = str(settle_dtype(config, device)).removeprefix("torch.")
-        self.checkpoint: Checkpoint = open_checkpoint(
-            config.model,
-            dtype=dtype,
-            revision=config.revision,
-            token=config.token,
-            offline=config.offline,
-            weights=config.load_format != "dummy",
-            progress=tell,
-        )
+        self.checkpoint = open_checkpoint(config, dtype, tell)
         # A dummy model may do without a tokenizer.
         read = config.load_format != "dummy" or (self.checkpoint.folder / "tokenizer.json").is_file()
         parts = (self.checkpoint.folder, self.checkpoint.config, self.checkpoint.generation_config)

@@ -54,15 +54,8 @@ def fetch(config: EngineConfig) -> None:
     from fastgraph.loading.checkpoint import open_checkpoint
 
     with Loading() as loading:
-        open_checkpoint(
-            config.model,
-            dtype=str(settle_dtype(config, settle_device(config))).removeprefix("torch."),
-            revision=config.revision,
-            token=config.token,
-            offline=config.offline,
-            weights=config.load_format != "dummy",
-            progress=loading.tell,
-        )
+        dtype = str(settle_dtype(config, settle_device(config))).removeprefix("torch.")
+        open_checkpoint(config, dtype, loading.tell)
 
 
 class Loading:

@@ -52,7 +52,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 def build(folder: Path, **options: Any) -> DeviceHandle:
     defaults: dict[str, Any] = {"dtype": "float32", "device": "cpu", "page_size": 4, "max_decode_bs": 6}
     config = EngineConfig(model=str(folder), **{"kv_pages": 200, **defaults, **options})
-    checkpoint = open_checkpoint(str(folder), dtype="float32", progress=lambda phase, fraction: None)
+    checkpoint = open_checkpoint(EngineConfig(str(folder)), "float32", lambda phase, fraction: None)
     return build_device(config, checkpoint, CPU, None, lambda phase, fraction: None)
 
 
@@ -139,7 +139,7 @@ def test_a_step_that_would_compile_runs_eagerly_is_counted_and_said_once(referen
 def test_vocabulary_padding_is_never_sampled(reference: tuple[Any, Path]) -> None:
     _, folder = reference
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", compile="off", kv_pages=50)
-    checkpoint = open_checkpoint(str(folder), dtype="float32", progress=lambda phase, fraction: None)
+    checkpoint = open_checkpoint(EngineConfig(str(folder)), "float32", lambda phase, fraction: None)
     device = build_device(config, checkpoint, CPU, 40, lambda phase, fraction: None)
     answers = serve(device, [[1, 2, 3]] * 8, 30, temperature=5.0)
     assert max(token for answer in answers for token in answer) < 40

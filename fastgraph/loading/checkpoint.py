@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fastgraph.config import EngineConfig
 from fastgraph.errors import ModelError
 from fastgraph.loading import gguf, hub
 from fastgraph.loading.files import Progress, read_json
@@ -29,25 +30,20 @@ class Checkpoint:
     generation_config: dict[str, Any]  # generation_config.json; {} when there is none
 
 
-def open_checkpoint(
-    model: str | None,
-    *,
-    dtype: str,
-    revision: str | None = None,
-    token: str | None = None,
-    offline: bool = False,
-    weights: bool = True,
-    progress: Progress,
-) -> Checkpoint:
-    """Bring a model's files to the disk and read its configuration.
+def open_checkpoint(config: EngineConfig, dtype: str, progress: Progress) -> Checkpoint:
+    """Bring the files of `config.model` to the disk and read its configuration.
 
-    `model` is a folder, a .gguf file or a hub id; None is the default small model. `dtype` is what a GGUF file is
-    converted to; "auto" is bfloat16. `weights=False` wants no weights, and then a bare config .json file will do.
+    `dtype` is what a GGUF file is converted to. A dummy wants no weights, and a bare config .json file will do for it.
     Raises `ModelError` when there is nothing to load, saying where it looked.
     """
-    dtype = "bfloat16" if dtype == "auto" else dtype
+    model, weights = config.model, config.load_format != "dummy"
     download = partial(
-        hub.download, revision=revision, token=token, offline=offline, weights=weights, progress=progress
+        hub.download,
+        revision=config.revision,
+        token=config.token,
+        offline=config.offline,
+        weights=weights,
+        progress=progress,
     )
     if model is None:
         return _default(dtype, download, progress)
