@@ -8,6 +8,7 @@ expert, and so every result, is always the same.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fastgraph.kernels.experts import STEEPNESS
 from fastgraph.kernels.launch import can_overlap, cdiv, gdc_launch_dependents, gdc_wait, power_of_two
+from fastgraph.kernels.linear import VectorPlan
 from fastgraph.kernels.norm import activate
 
 _STEEPNESS = tl.constexpr(STEEPNESS)
@@ -57,13 +59,7 @@ class _Call(NamedTuple):
     limit: float
 
 
-class VectorPlan(NamedTuple):
-    """How a matrix-vector kernel cuts a weight."""
-
-    block: int  # outputs of a program
-    warps: int
-
-
+@cache
 def vector_plan(k: int, together: int) -> VectorPlan:
     """Each thread holds 128 bytes of bfloat16 weights. together: rows of the weights that make up one output."""
     one = power_of_two(k) * together
