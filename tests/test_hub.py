@@ -166,30 +166,30 @@ def test_fetches_text_and_safetensors_and_nothing_else(fake: FakeHub) -> None:
 
 
 def test_of_sharded_weights_only_those_that_the_index_names(fake: FakeHub) -> None:
-    folder = hub.download("tiny/sharded", progress=silent)
+    folder = hub.download("tiny/sharded", EngineConfig(), silent)
     shards = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
     assert sorted(fake.fetched) == sorted(TEXT | shards)
     assert sorted(WeightFiles(folder).names) == ["a", "b"]
 
 
 def test_a_second_time_nothing_is_fetched_and_offline_it_is_found(fake: FakeHub) -> None:
-    folder = hub.download("tiny/llama", progress=silent)
+    folder = hub.download("tiny/llama", EngineConfig(), silent)
     fake.fetched.clear()
-    assert hub.download("tiny/llama", progress=silent) == folder
-    assert hub.download("tiny/llama", offline=True, progress=silent) == folder
+    assert hub.download("tiny/llama", EngineConfig(), silent) == folder
+    assert hub.download("tiny/llama", EngineConfig(offline=True), silent) == folder
     fake.down = True
-    assert hub.download("tiny/llama", offline=True, progress=silent) == folder
-    assert hub.download("tiny/llama", progress=silent) == folder  # the hub is down, the cache is whole
+    assert hub.download("tiny/llama", EngineConfig(offline=True), silent) == folder
+    assert hub.download("tiny/llama", EngineConfig(), silent) == folder  # the hub is down, the cache is whole
     assert fake.fetched == []
 
 
 def test_without_weights_only_text_is_fetched(fake: FakeHub) -> None:
-    hub.download("tiny/llama", weights=False, progress=silent)
+    hub.download("tiny/llama", EngineConfig(load_format="dummy"), silent)
     assert sorted(fake.fetched) == sorted(TEXT)
     fake.fetched.clear()
     with pytest.raises(ModelError, match="not wholly, in this machine's cache"):
-        hub.download("tiny/llama", offline=True, progress=silent)
-    hub.download("tiny/llama", progress=silent)
+        hub.download("tiny/llama", EngineConfig(offline=True), silent)
+    hub.download("tiny/llama", EngineConfig(), silent)
     assert fake.fetched == ["model.safetensors"]
 
 
@@ -199,51 +199,51 @@ def test_a_revision_is_a_folder_of_its_own(fake: FakeHub) -> None:
     assert (old.folder.name, new.folder.name) == (OLD, COMMIT)
     assert old.config == {"architectures": ["Old"]}
     with pytest.raises(ModelError, match="no revision 'v9'"):
-        hub.download("tiny/llama", revision="v9", progress=silent)
+        hub.download("tiny/llama", EngineConfig(revision="v9"), silent)
 
 
 def test_a_gated_model_says_where_to_accept_its_terms_and_opens_with_a_token(fake: FakeHub) -> None:
     with pytest.raises(ModelError, match=r"terms accepted.*/tiny/gated.*hf auth login"):
-        hub.download("tiny/gated", progress=silent)
+        hub.download("tiny/gated", EngineConfig(), silent)
     with pytest.raises(ModelError, match="terms accepted"):
-        hub.download("tiny/gated", token="bad", progress=silent)
-    assert hub.download("tiny/gated", token="good", progress=silent).is_dir()
+        hub.download("tiny/gated", EngineConfig(token="bad"), silent)
+    assert hub.download("tiny/gated", EngineConfig(token="good"), silent).is_dir()
 
 
 def test_a_model_that_is_not_there_says_so(fake: FakeHub) -> None:
     with pytest.raises(ModelError, match=r"no tiny/none on the hub, or it is private: check the spelling"):
-        hub.download("tiny/none", progress=silent)
+        hub.download("tiny/none", EngineConfig(), silent)
     with pytest.raises(ModelError, match="neither a folder nor a file here, nor a model's name"):
-        hub.download("not/a/name", progress=silent)
+        hub.download("not/a/name", EngineConfig(), silent)
 
 
 def test_offline_and_not_in_the_cache(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="fetch it once online"):
-        hub.download("tiny/llama", offline=True, progress=silent)
+        hub.download("tiny/llama", EngineConfig(offline=True), silent)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="fetch it once online"):
-        hub.download("tiny/llama", progress=silent)
+        hub.download("tiny/llama", EngineConfig(), silent)
     assert fake.fetched == []
 
 
 def test_no_network_and_not_in_the_cache(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ModelError, match="the hub cannot be reached: check the network"):
-        hub.download("tiny/llama", progress=silent)
+        hub.download("tiny/llama", EngineConfig(), silent)
 
 
 def test_weights_in_other_formats_are_refused_before_they_are_fetched(fake: FakeHub) -> None:
     with pytest.raises(ModelError, match=r"tiny/pickled holds no safetensors.*\.bin files, which would have to be"):
-        hub.download("tiny/pickled", progress=silent)
+        hub.download("tiny/pickled", EngineConfig(), silent)
     with pytest.raises(ModelError, match=r"tiny/ggufs holds no safetensors.*\.gguf files: download the one you want"):
-        hub.download("tiny/ggufs", progress=silent)
+        hub.download("tiny/ggufs", EngineConfig(), silent)
     with pytest.raises(ModelError, match=r"tiny/empty holds no safetensors weights$"):
-        hub.download("tiny/empty", progress=silent)
+        hub.download("tiny/empty", EngineConfig(), silent)
     assert not any(file.endswith((".bin", ".gguf", ".safetensors")) for file in fake.fetched)
 
 
 def test_nothing_is_drawn_where_there_is_no_terminal(fake: FakeHub, capfd: pytest.CaptureFixture[str]) -> None:
-    hub.download("tiny/llama", progress=silent)
+    hub.download("tiny/llama", EngineConfig(), silent)
     assert capfd.readouterr() == ("", "")
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,38 +34,30 @@ def open_checkpoint(config: EngineConfig, dtype: str, progress: Progress) -> Che
     `dtype` is what a GGUF file is converted to. A dummy wants no weights, and a bare config .json file will do for it.
     Raises `ModelError` when there is nothing to load, saying where it looked.
     """
-    model, weights = config.model, config.load_format != "dummy"
-    download = partial(
-        hub.download,
-        revision=config.revision,
-        token=config.token,
-        offline=config.offline,
-        weights=weights,
-        progress=progress,
-    )
+    model = config.model
     if model is None:
-        return _default(dtype, download, progress)
+        return _default(config, dtype, progress)
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return _read(path.stem, gguf.convert(path, dtype, progress))
     if path.is_dir():
         return _read(path.resolve().name, path)
     if path.is_file():
-        if path.suffix == ".json" and not weights:
+        if path.suffix == ".json" and config.load_format == "dummy":
             return Checkpoint(path.stem, path.parent, read_json(path), {})
         raise ModelError(f"{model} is a file, but neither a .gguf file nor a model's folder")
     if path.is_absolute() or model.startswith((".", "~")) or path.suffix in (".gguf", ".json"):
         raise ModelError(f"there is no folder or file {model} (and a model on the hub cannot have that name)")
-    return _read(model, download(model))
+    return _read(model, hub.download(model, config, progress))
 
 
-def _default(dtype: str, download: Callable[[str], Path], progress: Progress) -> Checkpoint:
+def _default(config: EngineConfig, dtype: str, progress: Progress) -> Checkpoint:
     found = importlib.util.find_spec(DEFAULT_PACKAGE)  # the package itself would import what is not wanted
     for place in found.submodule_search_locations or () if found else ():
         for path in sorted(Path(place).glob("*.gguf")):
             return _read(DEFAULT_NAME, gguf.convert(path, dtype, progress))
     try:
-        folder = download(DEFAULT_HUB_ID)
+        folder = hub.download(DEFAULT_HUB_ID, config, progress)
     except ModelError as error:
         raise ModelError(
             f"no model was named, and the default {DEFAULT_NAME} is not here: {DEFAULT_COMMAND} brings it. "

@@ -11,6 +11,7 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 from huggingface_hub.utils.tqdm import tqdm
 
+from fastgraph.config import EngineConfig
 from fastgraph.errors import ModelError
 from fastgraph.loading.files import SINGLE, Progress, read_index
 
@@ -18,21 +19,14 @@ _TEXT_FILES = ["*.json", "*.jinja"]
 _SUBFOLDERS = ["*/*"]  # other formats of the same weights live there
 
 
-def download(
-    model: str,
-    *,
-    revision: str | None = None,
-    token: str | None = None,
-    offline: bool = False,
-    weights: bool = True,
-    progress: Progress,
-) -> Path:
+def download(model: str, config: EngineConfig, progress: Progress) -> Path:
     """Fetch what is not here yet of a model's text files and safetensors; return the folder of that revision.
 
-    Weights in other formats are left where they are. `offline` (or HF_HUB_OFFLINE) makes do with what was fetched
-    before. Raises `ModelError` that says what to do: no such model, no access, no network, no safetensors.
+    Weights in other formats are left where they are; a dummy wants none. `config.offline` (or HF_HUB_OFFLINE) makes do
+    with what was fetched before. Raises `ModelError` that says what to do: no such model, no access, no network, no
+    safetensors.
     """
-    offline = offline or huggingface_hub.is_offline_mode()
+    revision, token, offline = config.revision, config.token, config.offline or huggingface_hub.is_offline_mode()
     fetch = partial(
         huggingface_hub.snapshot_download,
         model,
@@ -45,7 +39,7 @@ def download(
     progress(f"fetching {model}", None)
     try:
         folder = Path(fetch(allow_patterns=_TEXT_FILES))
-        if weights:
+        if config.load_format != "dummy":
             files = sorted(set(read_index(folder).values())) or [SINGLE]
             fetch(allow_patterns=_TEXT_FILES + files)
             if not any((folder / file).is_file() for file in files):
