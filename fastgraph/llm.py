@@ -74,12 +74,11 @@ class LLM:
         tell: Progress = progress or (lambda phase, fraction: None)
         device = settle_device(config)
         dtype = str(settle_dtype(config, device)).removeprefix("torch.")
-        self.checkpoint = open_checkpoint(config, dtype, tell)
+        self.checkpoint = here = open_checkpoint(config, dtype, tell)
         # A dummy model may do without a tokenizer.
-        read = config.load_format != "dummy" or (self.checkpoint.folder / "tokenizer.json").is_file()
-        parts = (self.checkpoint.folder, self.checkpoint.config, self.checkpoint.generation_config)
-        self.tokenizer = Tokenizer(*parts) if read else None
-        template = find_chat_template(self.checkpoint.folder, config.chat_template)
+        lacking = config.load_format == "dummy" and not (here.folder / "tokenizer.json").is_file()
+        self.tokenizer = None if lacking else Tokenizer(here.folder, here.config, here.generation_config)
+        template = find_chat_template(here.folder, config.chat_template)
         special = self.tokenizer.special_tokens if self.tokenizer else {}
         self._template = ChatTemplate(template, special) if template is not None else None
         self.thinking = find_thinking(template or "")
@@ -87,10 +86,10 @@ class LLM:
             # Where a tag is a special token, text would come without it, and thoughts would run into the answer.
             tags = (self.tokenizer.encode(tag, add_special_tokens=False) for tag in self.thinking.tags)
             self.tokenizer.special_ids = self.tokenizer.special_ids.difference(*tags)
-        self.sampling_defaults = _sampling_defaults(self.checkpoint.generation_config)
+        self.sampling_defaults = _sampling_defaults(here.generation_config)
         vocab = self.tokenizer.vocab_size if self.tokenizer else None
         # What the thread holds must not lead back here, or nobody's letting go would ever end it.
-        build = partial(build_device, config, self.checkpoint, device, vocab, tell)
+        build = partial(build_device, config, here, device, vocab, tell)
         self.engine = Engine(build, settle_depth(config, device), policy)
         self.limits = self.engine.limits
         # Neither a forgotten `close` nor the interpreter's end may leave the thread running.

@@ -241,6 +241,22 @@ def test_coroutines_stream_generate_and_give_up(simulated_llm: Callable[..., Any
         assert baseline(llm)
 
 
+def test_when_one_of_several_answers_fails_the_others_are_aborted(
+    simulated_llm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_once(request: Any) -> float:
+        if request.id == 2:
+            raise ZeroDivisionError
+        return 0.0
+
+    with simulated_llm(policy=fails_once) as llm:
+        aborted: list[int] = []
+        monkeypatch.setattr(llm.engine, "abort", aborted.extend)
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(llm.agenerate("a b c", n=3, max_tokens=8))
+        assert {1, 3} <= set(aborted)
+
+
 def test_a_stream_tells_of_the_engines_end(simulated_llm: Callable[..., Any]) -> None:
     with simulated_llm() as llm:
         stream = llm.stream("a b c", max_tokens=100, ignore_eos=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ class TensorInfo:
 
     shape: tuple[int, ...]  # outermost dimension first, as torch and numpy count
     kind: int  # ggml's number of the quantisation
-    offset: int  # bytes from the start of the file
+    offset: int  # bytes from where the file's tensors begin
 
 
 class GGUFFile:
@@ -37,8 +36,9 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.metadata: Mapping[str, Any]
-        self.tensors: Mapping[str, TensorInfo]
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._at = 0
         try:
             with path.open("rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -54,7 +54,7 @@ class GGUFFile:
             kind = gguf.GGMLQuantizationType(info.kind)
             block, size = gguf.GGML_QUANT_SIZES[kind]
             count = math.prod(info.shape) // block * size
-            raw = np.frombuffer(self._bytes, np.uint8, count, info.offset).reshape(*info.shape[:-1], -1)
+            raw = np.frombuffer(self._bytes, np.uint8, count, self._begin + info.offset).reshape(*info.shape[:-1], -1)
             values: npt.NDArray[np.float32] = gguf.quants.dequantize(raw, kind)
         except (NotImplementedError, KeyError) as error:
             raise ModelError(
@@ -65,28 +65,22 @@ class GGUFFile:
         return values.reshape(info.shape)
 
     def _read_header(self) -> None:
-        self._at = 0
-        if self._bytes[:4] != b"GGUF":
+        magic, version = self._take("4sI")
+        if magic != b"GGUF":
             raise ValueError("it does not begin with GGUF")
-        self._at = 4
-        (version,) = self._take("I")
         if version not in (2, 3):
             raise ModelError(f"{self.path} is GGUF version {version}; versions 2 and 3 (little-endian) are read")
         tensors, entries = self._take("QQ")
-        metadata: dict[str, Any] = {}
         for _ in range(entries):
             key = self._string()
-            metadata[key] = self._value(self._take("I")[0])
-        placed: dict[str, tuple[tuple[int, ...], int, int]] = {}
+            self.metadata[key] = self._value(self._take("I")[0])
         for _ in range(tensors):
             name = self._string()
             (dimensions,) = self._take("I")
             shape = self._take(f"{dimensions}Q")  # innermost first
-            placed[name] = (tuple(reversed(shape)), *self._take("IQ"))
-        alignment = metadata.get("general.alignment", 32)
-        start = -(-self._at // alignment) * alignment
-        self.metadata = metadata
-        self.tensors = {name: TensorInfo(shape, kind, start + offset) for name, (shape, kind, offset) in placed.items()}
+            self.tensors[name] = TensorInfo(shape[::-1], *self._take("IQ"))
+        alignment = self.metadata.get("general.alignment", 32)
+        self._begin = -(-self._at // alignment) * alignment
 
     def _take(self, layout: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + layout, self._bytes, self._at)
