@@ -84,7 +84,7 @@ LOOPS = """{%- set ns = namespace(turns=0, names=[]) %}
     {%- if message.role == 'system' %}{% continue %}{% endif %}
     {%- if ns.turns == 2 %}{% break %}{% endif %}
     {%- set ns.turns = ns.turns + 1 %}
-    {{- dict(role=message.role, text=message.content) | tojson(sort_keys=true, separators=(',', ':')) }}
+    {{- dict(role=message.role, text=message.content) | tojson(true, sort_keys=true, separators=(',', ':')) }}
 {% endfor %}
 {{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(', ') }} / {{ pad_token }}
 """
