@@ -26,6 +26,7 @@ from fastgraph.control import trace
 from fastgraph.control.plan import Limits, StepPlan
 from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.trace import Trace, replay
+from fastgraph.engine import Ask
 from fastgraph.errors import ConfigError, EngineDied, FastgraphWarning, TraceError
 
 ROOT = Path(__file__).parent.parent
@@ -37,8 +38,12 @@ def record(path: Path, depth: int, limits: Limits = TIGHT) -> list[StepPlan]:
     chance = random.Random(depth)
     with running(depth, limits) as (engine, device):
         engine.observe(Trace(str(path), limits, {"model": "none"}))
-        tickets = []
-        for number in range(40):
+        # These come at once, and need 24 pages of 12 while all decode: one of them must go for a while.
+        crowd = [Ask([number] * 4, SamplingParams(max_tokens=18), number, ()) for number in range(4)]
+        tickets = engine.submit_all(crowd)
+        for ticket in tickets:
+            ticket.future.result()
+        for number in range(4, 40):
             prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 30))]
             bias = {3: 1.5} if number % 5 == 0 else {}
             options: dict[str, Any] = {"logprobs": number % 4 == 0, "temperature": number % 2, "logit_bias": bias}
