@@ -95,7 +95,7 @@ def show(found: Report) -> None:
 
 def show_kernels(config: EngineConfig, explain: bool) -> None:
     """Print who serves each op of a model; with `explain`, every implementation, and why it serves or not."""
-    from fastgraph.device.builder import settle_device, settle_dtype
+    from fastgraph.device.builder import dtype_name, settle_device, settle_dtype
     from fastgraph.kernels import registry
     from fastgraph.kernels.autotune import recall
     from fastgraph.kernels.probe import signature_of, typical
@@ -104,7 +104,7 @@ def show_kernels(config: EngineConfig, explain: bool) -> None:
 
     device = settle_device(config)
     dtype = settle_dtype(config, device)
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if config.model is None:
         signature, of = typical(device.type, name), "a model like Llama 3.1 8B"
     else:
@@ -139,11 +139,11 @@ def _compiler() -> str | None:
 def _torch() -> Report:
     import torch
 
-    from fastgraph.device.builder import settle_compile, settle_device, settle_dtype
+    from fastgraph.device.builder import dtype_name, settle_compile, settle_device, settle_dtype
 
     config = EngineConfig()
     device = settle_device(config)
-    dtype = str(settle_dtype(config, device)).removeprefix("torch.")
+    dtype = dtype_name(settle_dtype(config, device))
     gpus = []
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(number)

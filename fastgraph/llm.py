@@ -69,11 +69,11 @@ class LLM:
 
     def __init__(self, config: EngineConfig, *, progress: Progress | None = None, policy: Policy = first_come) -> None:
         # Here, so that what needs no engine need not wait for torch.
-        from fastgraph.device.builder import build_device, settle_depth, settle_device, settle_dtype
+        from fastgraph.device.builder import build_device, dtype_name, settle_depth, settle_device, settle_dtype
 
         tell: Progress = progress or (lambda phase, fraction: None)
         device = settle_device(config)
-        dtype = str(settle_dtype(config, device)).removeprefix("torch.")
+        dtype = dtype_name(settle_dtype(config, device))
         self.checkpoint = here = open_checkpoint(config, dtype, tell)
         # A dummy model may do without a tokenizer.
         lacking = config.load_format == "dummy" and not (here.folder / "tokenizer.json").is_file()

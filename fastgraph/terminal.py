@@ -50,12 +50,11 @@ def load(config: EngineConfig) -> LLM:
 
 def fetch(config: EngineConfig) -> None:
     """Bring a model to the disk while another may still answer. Raises `ModelError` if there is no such model."""
-    from fastgraph.device.builder import settle_device, settle_dtype
+    from fastgraph.device.builder import dtype_name, settle_device, settle_dtype
     from fastgraph.loading.checkpoint import open_checkpoint
 
     with Loading() as loading:
-        dtype = str(settle_dtype(config, settle_device(config))).removeprefix("torch.")
-        open_checkpoint(config, dtype, loading.tell)
+        open_checkpoint(config, dtype_name(settle_dtype(config, settle_device(config))), loading.tell)
 
 
 class Loading:

@@ -142,6 +142,14 @@ def check_answers(folder: Path, config: Any, lengths: Sequence[int], margin: flo
         torch.testing.assert_close(found, logits.log_softmax(-1).topk(20).values, rtol=1e-4, atol=1e-4 + margin)
 
 
+def check_answers_on_gpu(folder: Path, config: Any, rows: int) -> None:
+    """In every kind of step: prompts come in chunks, some longer than the window or the trained length of a test."""
+    write_checkpoint(folder, config)
+    lengths = [1 + 13 * i % 41 for i in range(rows)]
+    limits = {"max_decode_bs": rows, "max_step_tokens": 32, "kv_pages": 400, "page_size": 16}
+    check_answers(folder, config, lengths, margin=1e-3, device="cuda", **limits)
+
+
 def numberless(name: str) -> str:
     """A parameter's or module's name with "{}" for the layer's number."""
     return ".".join("{}" if part.isdigit() else part for part in name.split("."))

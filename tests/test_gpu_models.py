@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_helpers import SIZES, check_answers, write_checkpoint
+from model_helpers import SIZES, check_answers_on_gpu
 from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 pytestmark = pytest.mark.gpu
@@ -32,8 +32,4 @@ CONFIGS: dict[str, Any] = {
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("rows", [1, 3, 12])
 def test_answers_are_those_of_transformers(tmp_path: Path, name: str, rows: int) -> None:
-    """In every kind of step; prompts come in chunks, some are longer than the window or the trained length."""
-    write_checkpoint(tmp_path, CONFIGS[name])
-    lengths = [1 + 13 * i % 41 for i in range(rows)]
-    limits = {"max_decode_bs": rows, "max_step_tokens": 32, "kv_pages": 400, "page_size": 16}
-    check_answers(tmp_path, CONFIGS[name], lengths, margin=1e-3, device="cuda", **limits)
+    check_answers_on_gpu(tmp_path, CONFIGS[name], rows)

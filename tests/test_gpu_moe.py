@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_helpers import SIZES, check_answers, write_checkpoint
+from model_helpers import SIZES, check_answers_on_gpu
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,4 @@ CONFIGS: dict[str, Any] = {
 @pytest.mark.parametrize("rows", [1, 3, 12])
 def test_answers_are_those_of_transformers(tmp_path: Path, name: str, rows: int) -> None:
     """Few rows go to their experts as vectors, more in blocks; prompts come in chunks."""
-    write_checkpoint(tmp_path, CONFIGS[name])
-    lengths = [1 + 13 * i % 41 for i in range(rows)]
-    limits = {"max_decode_bs": rows, "max_step_tokens": 32, "kv_pages": 400, "page_size": 16}
-    check_answers(tmp_path, CONFIGS[name], lengths, margin=1e-3, device="cuda", **limits)
+    check_answers_on_gpu(tmp_path, CONFIGS[name], rows)

@@ -62,12 +62,12 @@ def assemble(
     rows: Sequence[Mapping[str, Any]], counters: Mapping[str, int],
 ) -> dict[str, Any]:  # fmt: skip
     """Everything about a bench that someone needs to repeat it or to doubt it."""
-    from fastgraph.device.builder import settle_compile, settle_device, settle_dtype
+    from fastgraph.device.builder import dtype_name, settle_compile, settle_device, settle_dtype
 
     device = settle_device(config)
     settled = {
         "device": device.type,
-        "dtype": str(settle_dtype(config, device)).removeprefix("torch."),
+        "dtype": dtype_name(settle_dtype(config, device)),
         "compile": settle_compile(config, device),
     }
     found = environment()

@@ -107,7 +107,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = _MATRIX[device.type]
     a, b = (torch.randn(size, size, device=device, dtype=dtype) * 0.02 for _ in range(2))
     torch.mm(a, b)
-    return 2 * size**3 / min(_seconds(lambda: torch.mm(a, b), device) for _ in range(4 * _TRIALS))
+    return 2 * size**3 / min(seconds_of(lambda: torch.mm(a, b), device) for _ in range(4 * _TRIALS))
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -117,10 +117,11 @@ def read_bandwidth(device: torch.device) -> float:
     rows = buffer.view(-1, 4096)
     vector = torch.ones(4096, device=device)
     ways: list[Callable[[], Any]] = [buffer.sum, buffer.amax, lambda: rows @ vector]
-    return size / min(_seconds(way, device) for _ in range(_TRIALS) for way in ways)
+    return size / min(seconds_of(way, device) for _ in range(_TRIALS) for way in ways)
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    """What the work takes, by the device's own clock where it has one: until all that was submitted is done."""
     if device.type == "cuda":
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()

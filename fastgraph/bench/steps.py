@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fastgraph.bench.measure import spread
-from fastgraph.bench.roofline import Roofline
+from fastgraph.bench.roofline import Roofline, seconds_of
 from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.plan import PendingStep, StepPlan
 from fastgraph.control.scheduler import Scheduler
@@ -66,7 +66,7 @@ class Arm:
         self.handle = build_device(config, checkpoint, device, None, tell)
         self._scheduler = Scheduler(self.handle.limits)
         self._depth = settle_depth(config, device)
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._random = np.random.default_rng(0)
         self._ids = count(1)
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
@@ -89,9 +89,9 @@ class Arm:
     def decode(self) -> Timing:
         """Run steps of the batch as fast as they go."""
         self._advance(self._depth + 1)
-        clock = _Clock(self._on_cuda)
-        host = self._advance(_STEPS)
-        return Timing(clock.seconds() / _STEPS, host / _STEPS if self._on_cuda else None)
+        host: list[float] = []
+        took = seconds_of(lambda: host.append(self._advance(_STEPS)), self._device)
+        return Timing(took / _STEPS, host[0] / _STEPS if self._device.type == "cuda" else None)
 
     def prefill(self, tokens: int) -> float:
         """Seconds from asking for the first token of a prompt to having it. No prompt is asked for twice."""
@@ -146,24 +146,6 @@ class Arm:
         waited = perf_counter() - began
         self._scheduler.land(plan, result)
         return waited
-
-
-class _Clock:
-    """Time on the device's own clock, where it has one: from now until what was submitted has been done."""
-
-    def __init__(self, on_cuda: bool) -> None:
-        self._began: Any = perf_counter()
-        if on_cuda:
-            self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._began.record()
-
-    def seconds(self) -> float:
-        if isinstance(self._began, float):
-            return perf_counter() - self._began
-        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        ended.record()
-        ended.synchronize()
-        return float(self._began.elapsed_time(ended)) / 1e3
 
 
 def bench(

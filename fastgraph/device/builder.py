@@ -54,6 +54,11 @@ def settle_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As options and config files write it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def settle_compile(config: EngineConfig, device: torch.device) -> Mode:
     """How the step is compiled: on a CPU not at all unless asked for, since a first answer should not wait for it."""
     if config.compile != "auto":
