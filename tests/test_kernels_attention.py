@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_helpers import DEVICE, HAS_GPU, TOLERANCE, Paged, error, gpu, load, randn
 from torch import Tensor
 
-from fastgraph.kernels import reference
+from fastgraph.kernels import reference, serving
 from fastgraph.kernels.attention import Turn
 
 decode, prefill, rotary, launch = load("decode_attention", "prefill_attention", "rotary", "launch")
@@ -51,6 +54,7 @@ def check_decode(past: list[int], kind: tuple) -> None:
     (q, k, v), turn = inputs(len(past), kind)
     before = paged.k_cache.clone(), paged.v_cache.clone()
     scale, pages = dim**-0.5, paged.pages([1] * len(past))
+    serving.begin_step()
     out = decode.decode_attention(q, k, v, turn, pages, scale, window)
     q_wide, k_wide = turned(q, k, turn)
     for row, length in enumerate(past):
@@ -66,10 +70,11 @@ def check_decode(past: list[int], kind: tuple) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("splits", [1, 4, 16])
-def test_decode_norms_rotates_writes_and_attends(kind: tuple, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "split_count", lambda *_: splits)
+@pytest.mark.parametrize("pieces", [1, 4, 16])
+def test_decode_norms_rotates_writes_and_attends(kind: tuple, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "wanted_pieces", lambda *_: pieces)
     check_decode([0, 37, 100, 15, 64], kind)
+    check_decode([700, 0, 1], kind)
 
 
 def test_padding_rows_write_to_page_zero_alone_and_change_no_other_row() -> None:
@@ -79,22 +84,38 @@ def test_padding_rows_write_to_page_zero_alone_and_change_no_other_row() -> None
     caches = [c.clone() for c in (paged.k_cache, paged.v_cache)]
     live = paged.pages([1, 1])._replace(k_cache=caches[0], v_cache=caches[1])
     two = turn._replace(cos=turn.cos[:2], sin=turn.sin[:2])
+    serving.begin_step()
     alone = decode.decode_attention(q[:2], k[:2], v[:2], two, live, 0.2)
     pages = paged.pages([1, 1], unowned=4, empty=4)
+    serving.begin_step()
     out = decode.decode_attention(q, k, v, turn, pages, 0.2)
     assert error(out[:2], alone) < TOLERANCE
     for cache, expected in zip(pages, caches, strict=False):
         assert torch.equal(cache[1:].nan_to_num(9.0), expected[1:].nan_to_num(9.0))
 
 
-def test_the_parts_of_a_row_fill_the_machine_and_no_more() -> None:
-    for rows in range(1, 300):
-        splits = decode.split_count(rows, 8, 132)
-        assert splits & (splits - 1) == 0
-        assert 1 <= splits <= 32
-        assert splits == 1 or rows * 8 * splits <= 4 * 132
-    assert decode.split_count(256, 8, 132) == 1
-    assert decode.split_count(1, 8, 132) == 32
+@settings(max_examples=40, deadline=None)
+@given(past=st.lists(st.integers(0, 3000), min_size=1, max_size=40), wanted=st.integers(1, 70), window=st.sampled_from([0, 40, 512]))
+def test_pieces_cover_each_row_once_and_are_of_like_length(past: list[int], wanted: int, window: int) -> None:
+    page_size, block = 16, 32
+    paged = Paged.of([0] * len(past), 1, 1, 8, page_size)
+    paged.lengths[paged.slots.long()] = torch.tensor(past, dtype=torch.int32, device=DEVICE)
+    most = len(past) + wanted
+    found = decode.lay_out(paged.pages([1] * len(past)), most, block, window).tolist()
+    begins = [max(n + 1 - window, 0) // page_size * page_size if window else 0 for n in past]
+    longest = max(-(-sum(n - begin for n, begin in zip(past, begins, strict=True)) // wanted), block)
+    at = 0
+    for row, (n, begin, slot) in enumerate(zip(past, begins, paged.slots.tolist(), strict=True)):
+        mine = [piece for piece in found if piece[0] == row]
+        assert mine == found[at : at + len(mine)]
+        assert {tuple(piece[4:7]) for piece in mine} == {(n, at, len(mine))}
+        assert {piece[1] for piece in mine} == {slot}
+        bounds = [piece[2] for piece in mine] + [n]
+        assert bounds[0] == begin and [piece[3] for piece in mine] == bounds[1:]
+        assert all(0 < b - a < longest + block for a, b in pairwise(bounds) if n > begin)
+        assert all(a % page_size == 0 for a in bounds[:-1])
+        at += len(mine)
+    assert all(piece[0] == -1 for piece in found[at:])
 
 
 def check_prefill(past: list[int], counts: list[int], kind: tuple, unowned: int = 0, empty: int = 0) -> None:
@@ -173,6 +194,7 @@ def test_a_captured_decode_follows_lengths_and_pages_that_change_on_the_device()
     pages = paged.pages([1] * 4)
 
     def run() -> Tensor:
+        serving.begin_step()
         return decode.decode_attention(q, k, v, turn, pages, math.sqrt(1 / 128))
 
     run()

@@ -7,6 +7,7 @@ import torch
 from kernel_helpers import DEVICE, TOLERANCE, Paged, error, load, randn
 from torch import Tensor
 
+from fastgraph.kernels import serving
 from fastgraph.kernels.attention import NO_TURN
 from fastgraph.kernels.reference import attention_reference
 
@@ -32,14 +33,15 @@ def inputs(tokens: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("splits", [1, 4])
-def test_decode(kind: tuple[int, ...], splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "split_count", lambda *_: splits)
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_decode(kind: tuple[int, ...], pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "wanted_pieces", lambda *_: pieces)
     heads, kv_heads, dim, window, page_size = kind
     past = [0, 37, 100, 15, 64]
     paged = Paged.of(past, max(past) + 1, kv_heads, dim, page_size)
     q, k, v, sinks = inputs(len(past), heads, kv_heads, dim)
     pages = paged.pages([1] * len(past))
+    serving.begin_step()
     out = decode.decode_attention(q, k, v, NO_TURN, pages, dim**-0.5, window, sinks)
     for row, position in enumerate(past):
         assert error(out[row], answer(paged, q[row], row, position, dim**-0.5, window, sinks)) < TOLERANCE

@@ -1,9 +1,10 @@
-"""Attention of one new token a row over its pages, split along the context: norm, rotation and KV write included.
+"""Attention of one new token a row over its pages, in pieces of like length: norm, rotation and KV write included.
 
-One program of a single warp takes one kv head of one row and a part of its context; the heads that share the kv head
-are the columns of a tensor-core product, so that every key and value is read once (Flash-Decoding, arXiv:2311.01282).
-The programs of a row count themselves; the last one adds up the parts. Where the parts begin and end follows from the
-lengths on the device: a launch, and so a captured graph, depends on the number of rows alone.
+One program of a single warp takes one kv head of one piece of a row's context; the heads that share the kv head are the
+columns of a tensor-core product, so that every key and value is read once (Flash-Decoding, arXiv:2311.01282). A small
+kernel lays the pieces out, once a step for all layers: long rows are cut so that none keeps the others waiting, and few
+rows so that they fill the machine. It reads the lengths on the device: a launch, and so a captured graph, depends on
+the number of rows alone. The programs of a row count themselves; the last one adds up the parts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastgraph.kernels import serving
 from fastgraph.kernels.attention import Pages, Turn
 from fastgraph.kernels.launch import (
     can_overlap,
@@ -26,8 +28,10 @@ from fastgraph.kernels.launch import (
 )
 from fastgraph.kernels.rotary import angles, norm_and_rotate, partner_of
 
-_STAGES = 3  # of the load pipeline: the page numbers, and then the keys and values, of the blocks ahead
-_MOST_SPLITS = 32
+_STAGES = 2  # of the load pipeline: the page numbers, and then the keys and values, of the blocks ahead
+_WAVES = 16  # programs for each multiprocessor that a step's context is cut into, if each row is no piece of its own
+_BLOCK_ELEMENTS = 4096  # of keys that a program loads at once: what the registers hold
+_FIELDS = tl.constexpr(8)  # of a piece: row, slot, where it begins and ends, the row's length, first piece and pieces
 _BELOW = tl.constexpr(-1.0e30)  # for a score; -inf would make NaN of an empty block
 _LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -51,14 +55,14 @@ def decode_attention(
     rows, heads, head_dim = q.shape
     kv_heads, page_size = k.shape[1], pages.k_cache.shape[1]
     columns = power_of_two(heads // kv_heads)
-    splits = split_count(rows, kv_heads, multiprocessors(q.device))
+    block = min(max(_BLOCK_ELEMENTS // head_dim, 16), 64)
+    most = rows + wanted_pieces(kv_heads, multiprocessors(q.device))
+    laid_out, new = serving.once(("decode_attention", window), lambda: lay_out(pages, most, block, window))
     out = q.new_empty(rows, heads, head_dim)
-    parts = totals = None
-    if splits > 1:
-        parts = q.new_empty((rows, heads, splits, head_dim), dtype=torch.float32)
-        totals = q.new_empty((rows, heads, splits, 2), dtype=torch.float32)
+    parts = q.new_empty((most, heads, head_dim), dtype=torch.float32)
+    totals = q.new_empty((most, heads, 2), dtype=torch.float32)
     overlap = can_overlap(q.device)
-    _decode[(kv_heads, splits, rows)](
+    _decode[(kv_heads, most)](
         q,
         k,
         v,
@@ -69,8 +73,7 @@ def decode_attention(
         pages.k_cache,
         pages.v_cache,
         pages.page_table,
-        pages.lengths,
-        pages.slots,
+        laid_out,
         sinks,
         out,
         parts,
@@ -88,22 +91,66 @@ def decode_attention(
         head_dim,
         page_size,
         0 if turn.cos is None else turn.cos.shape[1],
-        splits,
-        32 if head_dim <= 128 else 16,  # what the registers hold
+        block,
         columns,
         max(columns, 8),
         _STAGES,
         overlap,
         num_warps=1,
-        launch_pdl=overlap,
+        launch_pdl=overlap and not new,  # no later kernel begins before this one, nor this one before the pieces are
     )
     return out
 
 
-def split_count(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """Parts that a row's context is cut into: a power of two, for about four programs on every multiprocessor."""
-    wanted = 4 * multiprocessors // (rows * kv_heads)
-    return min(1 << max(wanted.bit_length() - 1, 0), _MOST_SPLITS)
+def wanted_pieces(kv_heads: int, multiprocessors: int) -> int:
+    """How many pieces a step's whole context is cut into, about; and no row ends within one."""
+    return max(_WAVES * multiprocessors // kv_heads, 1)
+
+
+def lay_out(pages: Pages, most: int, block: int, window: int) -> Tensor:
+    """Cut the rows' contexts: [most, 8] int32 of the pieces, in the order of rows; the row of an unused one is -1."""
+    rows = len(pages.slots)
+    pieces = torch.empty(most, _FIELDS.value, dtype=torch.int32, device=pages.slots.device)
+    sizes = (window, pages.k_cache.shape[1], block, power_of_two(rows))
+    _lay_out[(1,)](pages.slots, pages.lengths, pieces, rows, most - rows, *sizes)
+    return pieces
+
+
+@triton.jit
+def _lay_out(
+    slots,
+    lengths,
+    pieces,
+    rows,
+    wanted,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)
+    slot = tl.load(slots + row, mask=row < rows, other=0)
+    n = tl.load(lengths + slot, mask=row < rows, other=0)
+    begin = tl.zeros_like(n)
+    if WINDOW:
+        begin = tl.maximum(n + 1 - WINDOW, 0) // PAGE * PAGE
+    longest = tl.maximum(tl.cdiv(tl.sum(n - begin), wanted), BLOCK)
+    per = tl.cdiv(tl.cdiv(n - begin, tl.maximum(tl.cdiv(n - begin, longest), 1)), BLOCK) * BLOCK
+    per = tl.maximum(per, BLOCK)
+    count = tl.where(row < rows, tl.maximum(tl.cdiv(n - begin, per), 1), 0)
+    first = tl.cumsum(count) - count
+    for i in range(tl.max(count)):
+        at = pieces + (first + i) * _FIELDS
+        lo = begin + i * per
+        tl.store(at, row, mask=i < count)
+        tl.store(at + 1, slot, mask=i < count)
+        tl.store(at + 2, lo, mask=i < count)
+        tl.store(at + 3, tl.minimum(lo + per, n), mask=i < count)
+        tl.store(at + 4, n, mask=i < count)
+        tl.store(at + 5, first, mask=i < count)
+        tl.store(at + 6, count, mask=i < count)
+    for start in range(tl.sum(count), rows + wanted, ROWS):
+        tl.store(pieces + (start + row) * _FIELDS, -1, mask=start + row < rows + wanted)
 
 
 @triton.jit
@@ -129,28 +176,30 @@ def _combine(
     totals,
     out_ptr,
     active,
-    SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
     """Weigh the parts of one kv head by their shares of the softmax, and add them up."""
-    STEP: tl.constexpr = 8 if SPLITS > 8 else SPLITS
+    STEP: tl.constexpr = 8
     g = tl.arange(0, PADDED)
     d = tl.arange(0, HEAD_DIM)
-    every = tl.arange(0, SPLITS)
-    maxima = totals + (g[:, None] * SPLITS + every[None, :]) * 2  # [G, splits]
-    most = tl.max(tl.load(maxima, mask=(g < GROUP)[:, None] & (every < active)[None, :], other=_BELOW), 1)
+    most = tl.full((PADDED,), _BELOW, tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     acc = tl.zeros((PADDED, HEAD_DIM), tl.float32)
     for first in range(0, active, STEP):
         s = first + tl.arange(0, STEP)
         ok = (g < GROUP)[:, None] & (s < active)[None, :]
-        at = g[:, None] * SPLITS + s[None, :]  # [G, step]
-        share = tl.exp2(tl.load(totals + at * 2, mask=ok, other=_BELOW) - most[:, None])
-        total += tl.sum(share * tl.load(totals + at * 2 + 1, mask=ok, other=0.0), 1)
+        at = s[None, :] * HEADS + g[:, None]  # [G, step]
+        maxima = tl.load(totals + at * 2, mask=ok, other=_BELOW)
+        new = tl.maximum(most, tl.max(maxima, 1))
+        fade = tl.exp2(most - new)
+        share = tl.exp2(maxima - new[:, None])
+        total = total * fade + tl.sum(share * tl.load(totals + at * 2 + 1, mask=ok, other=0.0), 1)
         part = tl.load(parts + at[:, :, None] * HEAD_DIM + d[None, None, :], mask=ok[:, :, None], other=0.0)
-        acc += tl.sum(part * share[:, :, None], 1)
+        acc = acc * fade[:, None] + tl.sum(part * share[:, :, None], 1)
+        most = new
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + g[:, None] * HEAD_DIM + d[None, :], out, mask=(g < GROUP)[:, None])
 
@@ -167,8 +216,7 @@ def _decode(
     k_cache,
     v_cache,
     page_table,
-    lengths,
-    slots,
+    pieces,
     sinks_ptr,
     out_ptr,
     parts,
@@ -186,7 +234,6 @@ def _decode(
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -198,19 +245,17 @@ def _decode(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     CELL: tl.constexpr = KV_HEADS * HEAD_DIM
     head = tl.program_id(0)  # the heads of a page lie side by side: programs that run together share DRAM rows
-    split = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    n = tl.load(lengths + slot)
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(n + 1 - WINDOW, 0) // PAGE * PAGE
-    per = tl.cdiv(tl.cdiv(n - begin, SPLITS), BLOCK) * BLOCK
-    per = tl.maximum(per, BLOCK)
-    active = tl.maximum(tl.cdiv(n - begin, per), 1)
-    if split < active:
-        lo = begin + split * per
-        hi = tl.minimum(lo + per, n)
+    piece = tl.program_id(1)
+    at = pieces + piece * _FIELDS
+    row = tl.load(at).to(tl.int64)
+    slot = tl.load(at + 1).to(tl.int64)
+    lo = tl.load(at + 2)
+    hi = tl.load(at + 3)
+    n = tl.load(at + 4)
+    first_piece = tl.load(at + 5)
+    active = tl.load(at + 6)
+    if row >= 0:
+        is_last = piece == first_piece + active - 1
         tail = lo + tl.maximum(tl.cdiv(hi - lo, BLOCK) - 1, 0) * BLOCK
         table = page_table + slot * table_stride
         d = tl.arange(0, HEAD_DIM)
@@ -245,7 +290,7 @@ def _decode(
             q = norm_and_rotate(q, q_other, q_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF)
             k_new = norm_and_rotate(k_new, k_other, k_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF)
         s_new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * SCALE  # [G]
-        if split == active - 1:
+        if is_last:
             tl.store(k_cache + own + d[None, :], k_new)
             tl.store(v_cache + own + d, v_new)
         q = tl.trans(q)  # [D, G]
@@ -254,8 +299,8 @@ def _decode(
         acc = tl.zeros((HEAD_DIM, COLUMNS), tl.float32)
         if sinks_ptr is not None:  # as if it were a token before all others, whose value is nothing
             sink = tl.load(sinks_ptr + head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
-            most = tl.where(split == 0, sink * _LOG2E, most)
-            total = tl.where(split == 0, 1.0, total)
+            most = tl.where(piece == first_piece, sink * _LOG2E, most)
+            total = tl.where(piece == first_piece, 1.0, total)
         most, total, acc = _fold(q, k, v, seen, most, total, acc, SCALE, True)
         for first in tl.range(lo, tail, BLOCK, num_stages=STAGES):
             page = tl.load(table + first // PAGE + t // PAGE).to(tl.int64)
@@ -266,7 +311,7 @@ def _decode(
                 most, total, acc = _fold(q, k, v, first + t > n - WINDOW, most, total, acc, SCALE, True)
             else:
                 most, total, acc = _fold(q, k, v, seen, most, total, acc, SCALE, False)
-        if split == active - 1:
+        if is_last:
             new = tl.maximum(most, s_new)
             fade = tl.exp2(most - new)
             p_new = tl.exp2(s_new - new)
@@ -277,8 +322,8 @@ def _decode(
         if active == 1:
             out_at = (first_head + g)[None, :] * HEAD_DIM + d[:, None]
             tl.store(out_ptr + out_at, (acc / total[None, :]).to(out_ptr.dtype.element_ty), mask=(g < GROUP)[None, :])
-        elif SPLITS > 1:
-            part_at = (first_head + g) * SPLITS + split
+        else:
+            part_at = piece * HEADS + head * GROUP + g
             tl.store(parts + part_at[None, :] * HEAD_DIM + d[:, None], acc, mask=(g < GROUP)[None, :])
             tl.store(totals + part_at * 2, most, mask=g < GROUP)
             tl.store(totals + part_at * 2 + 1, total, mask=g < GROUP)
@@ -286,12 +331,13 @@ def _decode(
             count = counts + row * KV_HEADS + head
             if tl.atomic_add(count, 1, sem="acq_rel") == active - 1:
                 tl.store(count, 0)
+                begin = first_piece * HEADS + head * GROUP
                 _combine(
-                    parts + first_head * SPLITS * HEAD_DIM,
-                    totals + first_head * SPLITS * 2,
+                    parts + begin * HEAD_DIM,
+                    totals + begin * 2,
                     out_ptr + first_head * HEAD_DIM,
                     active,
-                    SPLITS,
+                    HEADS,
                     GROUP,
                     PADDED,
                     HEAD_DIM,

@@ -6,17 +6,21 @@ So engines of one process do not disturb one another, and an op spends one look-
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any, TypeVar
 
 from fastgraph.kernels.registry import Kernels, choose, load
+
+T = TypeVar("T")
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.kernels: dict[str, Kernels] = {}  # by device
         self.step = 0
+        self.laid_out: dict[Hashable, Any] = {}
         self.asked: set[str] | None = None
 
 
@@ -41,13 +45,22 @@ def _common(device: str) -> Kernels:
 
 
 def begin_step() -> None:
-    """Tell kernels that lay a step out on the host, once for all layers, that another one begins."""
+    """Tell kernels that lay a step out, once for all layers, that another one begins."""
     _thread.step += 1
+    _thread.laid_out.clear()
 
 
 def step() -> int:
     """The number of this thread's step."""
     return _thread.step
+
+
+def once(key: Hashable, lay_out: Callable[[], T]) -> tuple[T, bool]:
+    """What `lay_out` made for `key` in this step, and whether it did so just now."""
+    new = key not in _thread.laid_out
+    if new:
+        _thread.laid_out[key] = lay_out()
+    return _thread.laid_out[key], new
 
 
 @contextmanager
