@@ -231,7 +231,8 @@ def _sizes(flag: str, text: str) -> list[int]:
 
 def _load(
     workload: Annotated[
-        str, typer.Option(help="chat, repeated_sampling, multi_turn, or a JSONL file of prompt and max_tokens.")
+        str,
+        typer.Option(help="chat, repeated_sampling, multi_turn, several with commas, or a JSONL of prompt, max_tokens."),
     ] = "chat",
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests of chat, samples of each prompt, or sessions of multi_turn.")

@@ -67,7 +67,9 @@ class Paged:
 
         Behind them `unowned` tokens that belong to no row, and `empty` rows without tokens: what a step is padded with.
         """
-        row_of = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], device=DEVICE)
+        row_of = torch.tensor(
+            [row for row, count in enumerate(counts) for _ in range(count)], dtype=torch.long, device=DEVICE
+        )
         start = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=DEVICE)
         place = torch.arange(len(row_of), device=DEVICE) - start[row_of]
         token_slots = self.slots[row_of]

@@ -72,7 +72,7 @@ def check_decode(past: list[int], kind: tuple) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [1, 4, 16])
 def test_decode_norms_rotates_writes_and_attends(kind: tuple, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "wanted_pieces", lambda *_: pieces)
+    monkeypatch.setattr(decode, "fill_count", lambda *_: pieces)
     check_decode([0, 37, 100, 15, 64], kind)
     check_decode([700, 0, 1], kind)
 
@@ -95,31 +95,41 @@ def test_padding_rows_write_to_page_zero_alone_and_change_no_other_row() -> None
 
 
 @settings(max_examples=40, deadline=None)
-@given(past=st.lists(st.integers(0, 3000), min_size=1, max_size=40), wanted=st.integers(1, 70), window=st.sampled_from([0, 40, 512]))
-def test_pieces_cover_each_row_once_and_are_of_like_length(past: list[int], wanted: int, window: int) -> None:
+@given(data=st.data(), fill=st.integers(1, 70), window=st.sampled_from([0, 40, 512]))
+def test_pieces_cover_each_row_of_one_token_once_and_are_of_like_length(
+    data: st.DataObject, fill: int, window: int
+) -> None:
     page_size, block = 16, 32
+    past = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=40))
+    counts = data.draw(st.lists(st.sampled_from([1, 1, 1, 0, 7]), min_size=len(past), max_size=len(past)))
     paged = Paged.of([0] * len(past), 1, 1, 8, page_size)
     paged.lengths[paged.slots.long()] = torch.tensor(past, dtype=torch.int32, device=DEVICE)
-    most = len(past) + wanted
-    found = decode.lay_out(paged.pages([1] * len(past)), most, block, window).tolist()
+    pages = paged.pages(counts)
+    found = decode.lay_out(pages, fill, block, window).tolist()
+    many, single = 2 * len(past) >= fill, [row for row, count in enumerate(counts) if count == 1]
     begins = [max(n + 1 - window, 0) // page_size * page_size if window else 0 for n in past]
-    longest = max(-(-sum(n - begin for n, begin in zip(past, begins, strict=True)) // wanted), block)
+    spans = [past[row] - begins[row] for row in single]
+    least = sum(spans) // max(len(single), 1) * 5 // 4 if many else min(sum(spans) // 8, 128)
+    longest = max(-(-sum(spans) // (2 * fill if many else fill)), least, block)
     at = 0
-    for row, (n, begin, slot) in enumerate(zip(past, begins, paged.slots.tolist(), strict=True)):
+    for row in single:
         mine = [piece for piece in found if piece[0] == row]
         assert mine == found[at : at + len(mine)]
-        assert {tuple(piece[4:7]) for piece in mine} == {(n, at, len(mine))}
-        assert {piece[1] for piece in mine} == {slot}
-        bounds = [piece[2] for piece in mine] + [n]
-        assert bounds[0] == begin and [piece[3] for piece in mine] == bounds[1:]
-        assert all(0 < b - a < longest + block for a, b in pairwise(bounds) if n > begin)
+        about = (past[row], at, len(mine), int(pages.query_start[row]))
+        assert {(*piece[4:],) for piece in mine} == {about}
+        assert {piece[1] for piece in mine} == {int(paged.slots[row])}
+        bounds = [piece[2] for piece in mine] + [past[row]]
+        assert bounds[0] == begins[row] and [piece[3] for piece in mine] == bounds[1:]
+        assert all(0 < b - a < longest + block for a, b in pairwise(bounds)) or not past[row]
         assert all(a % page_size == 0 for a in bounds[:-1])
         at += len(mine)
     assert all(piece[0] == -1 for piece in found[at:])
 
 
-def check_prefill(past: list[int], counts: list[int], kind: tuple, unowned: int = 0, empty: int = 0) -> None:
-    """Rotation, KV write and attention of ragged chunks.
+def check_prefill(
+    past: list[int], counts: list[int], kind: tuple, unowned: int = 0, empty: int = 0, mixed: bool = False
+) -> None:
+    """Rotation, KV write and attention of ragged chunks: by the prefill kernel, or of single tokens by the other one.
 
     Behind them `unowned` tokens that are NaN and belong to no row, and `empty` rows that have no tokens: what a step is
     padded with.
@@ -135,7 +145,11 @@ def check_prefill(past: list[int], counts: list[int], kind: tuple, unowned: int 
     row_of = [row for row, count in enumerate(counts) for _ in range(count)]
     place = [past[row] + i for row, count in enumerate(counts) for i in range(count)]
     before = paged.k_cache.clone(), paged.v_cache.clone()
-    out = prefill.prefill_attention(rotary.rotate_and_write(q, k, v, turn, pages), pages, dim**-0.5, window)
+    if mixed:
+        serving.begin_step()
+        out = prefill.mixed_attention(q, k, v, turn, pages, dim**-0.5, window)
+    else:
+        out = prefill.prefill_attention(rotary.rotate_and_write(q, k, v, turn, pages), pages, dim**-0.5, window)
     q_wide, k_wide = turned(q, k, turn)
     picked = range(live) if not HAS_GPU else random.Random(0).sample(range(live), min(live, 150))
     for token in {*picked, live - 1}:
@@ -156,6 +170,12 @@ def check_prefill(past: list[int], counts: list[int], kind: tuple, unowned: int 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_of_ragged_chunks_with_and_without_history(kind: tuple) -> None:
     check_prefill([0, 37, 100, 15, 3], [9, 80, 5, 1, 0], kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_prompts_and_of_rows_that_decode(kind: tuple) -> None:
+    check_prefill([0, 37, 100, 15, 3, 70], [9, 1, 1, 1, 0, 33], kind, 12, 2, mixed=True)
+    check_prefill([5, 0], [1, 1], kind, mixed=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,6 +202,9 @@ def test_prefill_of_real_shapes(kind: tuple) -> None:
     check_prefill([0], [3000], kind)
     check_prefill([0, 500, 4000, 17, 0, 0, 64], [700, 33, 1, 256, 0, 128, 2000], kind)
     check_prefill([900, 17, 0], [1, 1, 150], kind, 40, 90)
+    draw = random.Random(2)
+    past = [draw.randrange(2500) for _ in range(80)]
+    check_prefill([*past, 0, 40], [1] * 80 + [600, 64], kind, 28, 30, mixed=True)
 
 
 @pytest.mark.gpu

@@ -62,18 +62,20 @@ def run_latency(
 def run_load(config: EngineConfig, kind: str, options: dict[str, Any], json_to: str | None) -> None:
     """`kind` is "throughput" or "serve"."""
     report.check_destination(json_to)
-    if options["workload"] not in _SEEDED and not Path(options["workload"]).is_file():
-        raise ConfigError(f"there is no workload {options['workload']}: take {', '.join(_SEEDED)} or a JSONL file")
+    names = _names(options["workload"])
     with _loaded(config) as (llm, limit, tell):
         if options["decode_text"]:
             measure.check_tokenizer(llm)
-        workload = _workload(llm, **{name: options[name] for name in ("workload", "requests", "seed")})
         asked = {name: value for name, value in options.items() if name not in ("workload", "requests")}
-        if kind == "serve":
-            row = serve.bench(llm, workload, tell=tell, **asked)
-        else:
-            row = throughput.bench(llm, limit, workload, tell=tell, **asked)
-        found = report.assemble(kind, llm, config, options, limit, [row], measure.counters(llm))
+        rows = []
+        for name in names:
+            workload = _workload(llm, name, options["requests"], options["seed"])
+            if kind == "serve":
+                row = serve.bench(llm, workload, tell=tell, **asked)
+            else:
+                row = throughput.bench(llm, limit, workload, tell=tell, **asked)
+            rows.append({"workload": name} | row)
+        found = report.assemble(kind, llm, config, options, limit, rows, measure.counters(llm))
         device = settle_device(config)
         dtype = settle_dtype(config, device)
         found["memory"] = memory.by_kind(llm.checkpoint.config, llm.limits, limit, dtype, device)
@@ -96,6 +98,17 @@ def _loaded(config: EngineConfig) -> Iterator[tuple[LLM, roofline.Roofline, late
         raise
     with llm, Loading() as loading:
         yield llm, roofline.roofline_of(llm.checkpoint.config, dtype, peaks), loading.tell
+
+
+def _names(workload: str) -> list[str]:
+    """Of a file, or of one seeded workload or more."""
+    if Path(workload).is_file():
+        return [workload]
+    names = workload.split(",")
+    for name in names:
+        if name not in _SEEDED:
+            raise ConfigError(f"there is no workload {name}: take {', '.join(_SEEDED)} or a JSONL file")
+    return names
 
 
 def _workload(llm: LLM, workload: str, requests: int | None, seed: int) -> Workload:

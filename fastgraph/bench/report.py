@@ -147,7 +147,7 @@ def _show_latency(found: Mapping[str, Any], console: Console) -> None:
 
 
 def _show_load(row: Mapping[str, Any], console: Console) -> None:
-    table = _table(f"{row['requests']} requests", "median", "least", "most", on=console)
+    table = _table(f"{row['workload']}, {row['requests']} requests", "median", "least", "most", on=console)
     for label, (name, factor, decimals) in _LOAD.items():
         if name in row:
             table.add_row(label, *(_number(row[name][of], factor, decimals) for of in ("median", "min", "max")))

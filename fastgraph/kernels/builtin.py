@@ -78,7 +78,7 @@ _FLASHINFER = Implementation(
 BUILTIN = (
     _triton("decode_attention", lambda: _of("decode_attention", "decode_attention"), _powers_of_two),
     _reference("decode_attention", lambda: _of("reference", "attention_reference"), capturable=False),
-    _triton("prefill_attention", lambda: after_writing(_of("prefill_attention", "prefill_attention")), _powers_of_two),
+    _triton("prefill_attention", lambda: _of("prefill_attention", "mixed_attention"), _powers_of_two),
     _FLASHINFER,
     _reference("prefill_attention", lambda: _of("reference", "attention_reference"), capturable=False),
     _triton("rotate_and_write", lambda: _of("rotary", "rotate_and_write"), _powers_of_two),

@@ -29,9 +29,8 @@ from fastgraph.kernels.launch import (
 from fastgraph.kernels.rotary import angles, norm_and_rotate, partner_of
 
 _STAGES = 2  # of the load pipeline: the page numbers, and then the keys and values, of the blocks ahead
-_WAVES = 16  # programs for each multiprocessor that a step's context is cut into, if each row is no piece of its own
-_BLOCK_ELEMENTS = 4096  # of keys that a program loads at once: what the registers hold
-_FIELDS = tl.constexpr(8)  # of a piece: row, slot, where it begins and ends, the row's length, first piece and pieces
+_FIELDS = tl.constexpr(8)  # of a piece: row, slot, begin, end, the row's length, its first piece, its pieces, its token
+_PROGRAMS = 16  # for each multiprocessor, to keep it busy
 _BELOW = tl.constexpr(-1.0e30)  # for a score; -inf would make NaN of an empty block
 _LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -45,20 +44,23 @@ def decode_attention(
     scale: float,
     window: int = 0,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Norm and rotate q and k, write k and v into the pages, attend. Returns [rows, heads, head_dim].
+    """Norm and rotate q and k, write k and v into the pages, attend. Returns `out`, [tokens, heads, head_dim].
 
-    q: [rows, heads, head_dim]; k, v: [rows, kv_heads, head_dim]: views into one [rows, width] tensor; head_dim and the
-    page size powers of two. `window` > 0: a token sees itself and the `window - 1` before it. sinks: [heads], logits of
-    each softmax whose share is lost. In plain PyTorch: `attention_reference`.
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim]: views into one [tokens, width] tensor; head_dim
+    and the page size powers of two. `window` > 0: a token sees itself and the `window - 1` before it. sinks: [heads],
+    logits of each softmax whose share is lost. Only rows of one token are taken care of; what the others have in `out`
+    stays there. In plain PyTorch: `attention_reference`.
     """
-    rows, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     kv_heads, page_size = k.shape[1], pages.k_cache.shape[1]
     columns = power_of_two(heads // kv_heads)
-    block = min(max(_BLOCK_ELEMENTS // head_dim, 16), 64)
-    most = rows + wanted_pieces(kv_heads, multiprocessors(q.device))
-    laid_out, new = serving.once(("decode_attention", window), lambda: lay_out(pages, most, block, window))
-    out = q.new_empty(rows, heads, head_dim)
+    block = 32 if head_dim <= 128 else 16  # what the registers hold
+    fill = fill_count(kv_heads, multiprocessors(q.device))
+    laid_out, new = serving.once(("decode_attention", window), lambda: lay_out(pages, fill, block, window))
+    most = len(laid_out)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     parts = q.new_empty((most, heads, head_dim), dtype=torch.float32)
     totals = q.new_empty((most, heads, 2), dtype=torch.float32)
     overlap = can_overlap(q.device)
@@ -102,42 +104,56 @@ def decode_attention(
     return out
 
 
-def wanted_pieces(kv_heads: int, multiprocessors: int) -> int:
-    """How many pieces a step's whole context is cut into, about; and no row ends within one."""
-    return max(_WAVES * multiprocessors // kv_heads, 1)
+def fill_count(kv_heads: int, multiprocessors: int) -> int:
+    """How many pieces keep the machine busy."""
+    return max(_PROGRAMS * multiprocessors // kv_heads, 1)
 
 
-def lay_out(pages: Pages, most: int, block: int, window: int) -> Tensor:
-    """Cut the rows' contexts: [most, 8] int32 of the pieces, in the order of rows; the row of an unused one is -1."""
+def lay_out(pages: Pages, fill: int, block: int, window: int) -> Tensor:
+    """Cut the contexts of all rows of one token: [most, 8] int32 of the pieces; an unused one has row -1.
+
+    Few rows are cut into about `fill` pieces, except that a few tokens are not worth one. Of many rows only those are
+    cut that are longer than the mean by some.
+    """
     rows = len(pages.slots)
-    pieces = torch.empty(most, _FIELDS.value, dtype=torch.int32, device=pages.slots.device)
-    sizes = (window, pages.k_cache.shape[1], block, power_of_two(rows))
-    _lay_out[(1,)](pages.slots, pages.lengths, pieces, rows, most - rows, *sizes)
+    many = 2 * rows >= fill
+    wanted = 2 * fill if many else fill  # pieces, if no row ended within one
+    pieces = torch.empty(rows + wanted, _FIELDS.value, dtype=torch.int32, device=pages.slots.device)
+    width = 64 if rows <= 64 else power_of_two(len(pages.page_table))  # a kernel for few rows, and one for all others
+    sizes = (window, pages.k_cache.shape[1], block, width)
+    _lay_out[(1,)](pages.slots, pages.lengths, pages.query_start, pieces, rows, wanted, int(many), *sizes)
     return pieces
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "wanted", "many"])  # they differ from step to step
 def _lay_out(
     slots,
     lengths,
+    query_start,
     pieces,
     rows,
     wanted,
+    many,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
-    slot = tl.load(slots + row, mask=row < rows, other=0)
-    n = tl.load(lengths + slot, mask=row < rows, other=0)
+    token = tl.load(query_start + row, mask=row < rows, other=0)
+    mine = tl.load(query_start + row + 1, mask=row < rows, other=0) - token == 1
+    slot = tl.load(slots + row, mask=mine, other=0)
+    n = tl.load(lengths + slot, mask=mine, other=0)
     begin = tl.zeros_like(n)
     if WINDOW:
         begin = tl.maximum(n + 1 - WINDOW, 0) // PAGE * PAGE
-    longest = tl.maximum(tl.cdiv(tl.sum(n - begin), wanted), BLOCK)
+    total = tl.sum(n - begin)
+    mean = total // tl.maximum(tl.sum(mine.to(tl.int32)), 1)
+    least = tl.where(many != 0, mean * 5 // 4, tl.minimum(total // 8, 128))
+    longest = tl.maximum(tl.maximum(tl.cdiv(total, wanted), least), BLOCK)
     per = tl.cdiv(tl.cdiv(n - begin, tl.maximum(tl.cdiv(n - begin, longest), 1)), BLOCK) * BLOCK
     per = tl.maximum(per, BLOCK)
-    count = tl.where(row < rows, tl.maximum(tl.cdiv(n - begin, per), 1), 0)
+    count = tl.where(mine, tl.maximum(tl.cdiv(n - begin, per), 1), 0)
     first = tl.cumsum(count) - count
     for i in range(tl.max(count)):
         at = pieces + (first + i) * _FIELDS
@@ -149,6 +165,7 @@ def _lay_out(
         tl.store(at + 4, n, mask=i < count)
         tl.store(at + 5, first, mask=i < count)
         tl.store(at + 6, count, mask=i < count)
+        tl.store(at + 7, token, mask=i < count)
     for start in range(tl.sum(count), rows + wanted, ROWS):
         tl.store(pieces + (start + row) * _FIELDS, -1, mask=start + row < rows + wanted)
 
@@ -254,6 +271,7 @@ def _decode(
     n = tl.load(at + 4)
     first_piece = tl.load(at + 5)
     active = tl.load(at + 6)
+    token = tl.load(at + 7).to(tl.int64)
     if row >= 0:
         is_last = piece == first_piece + active - 1
         tail = lo + tl.maximum(tl.cdiv(hi - lo, BLOCK) - 1, 0) * BLOCK
@@ -277,16 +295,16 @@ def _decode(
         g_ok = (g < GROUP)[:, None]
         if OVERLAP:
             gdc_wait()
-        q_at = q_ptr + row * q_stride + (head * GROUP + g)[:, None] * HEAD_DIM
-        k_at = k_ptr + row * k_stride + head * HEAD_DIM
+        q_at = q_ptr + token * q_stride + (head * GROUP + g)[:, None] * HEAD_DIM
+        k_at = k_ptr + token * k_stride + head * HEAD_DIM
         q = tl.load(q_at + d[None, :], mask=g_ok, other=0.0)  # [G, D]
         k_new = tl.load(k_at + d)[None, :]
-        v_new = tl.load(v_ptr + row * v_stride + head * HEAD_DIM + d)
+        v_new = tl.load(v_ptr + token * v_stride + head * HEAD_DIM + d)
         if HALF:
             other = partner_of(d, HALF)
             q_other = tl.load(q_at + other[None, :], mask=g_ok, other=0.0)
             k_other = tl.load(k_at + other)[None, :]
-            cos, sin = angles(cos_ptr, sin_ptr, row * HALF, d, (d < HEAD_DIM)[None, :], HALF)
+            cos, sin = angles(cos_ptr, sin_ptr, token * HALF, d, (d < HEAD_DIM)[None, :], HALF)
             q = norm_and_rotate(q, q_other, q_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF)
             k_new = norm_and_rotate(k_new, k_other, k_norm_ptr, d, cos, sin, eps, HEAD_DIM, HALF)
         s_new = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * SCALE  # [G]
@@ -318,7 +336,7 @@ def _decode(
             total = total * fade + p_new
             acc = acc * fade[None, :] + v_new.to(tl.float32)[:, None] * p_new[None, :]
             most = new
-        first_head = row * HEADS + head * GROUP
+        first_head = token * HEADS + head * GROUP
         if active == 1:
             out_at = (first_head + g)[None, :] * HEAD_DIM + d[:, None]
             tl.store(out_ptr + out_at, (acc / total[None, :]).to(out_ptr.dtype.element_ty), mask=(g < GROUP)[None, :])

@@ -10,19 +10,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastgraph.kernels.attention import Pages
+from fastgraph.kernels import serving
+from fastgraph.kernels.attention import Pages, Turn
+from fastgraph.kernels.decode_attention import decode_attention
 from fastgraph.kernels.launch import power_of_two
 
 _BELOW = tl.constexpr(-1.0e30)  # for a score that must not count
 _LOG2E = tl.constexpr(math.log2(math.e))
 
 
-def prefill_attention(q: Tensor, pages: Pages, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+def mixed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Turn,
+    pages: Pages,
+    scale: float,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The attention op for a step in which prompts are computed while others decode: rows of any length.
+
+    Which rows have one token is read on the device, so that both kernels run in any case. Arguments as in
+    `fastgraph.kernels.attention`. In plain PyTorch: `attention_reference`.
+    """
+    rotated = serving.kernels(q.device.type)["rotate_and_write"](q, k, v, turn, pages)
+    out = prefill_attention(rotated, pages, scale, window, sinks, single=False)
+    return decode_attention(q, k, v, turn, pages, scale, window, sinks, out)
+
+
+def prefill_attention(
+    q: Tensor, pages: Pages, scale: float, window: int = 0, sinks: Tensor | None = None, single: bool = True
+) -> Tensor:
     """Attend causally over pages that hold the step's own keys and values already. Returns [tokens, heads, head_dim].
 
     q: [tokens, heads, head_dim], rotated; head_dim and the page size powers of two. `window` > 0: a token sees itself
     and the `window - 1` before it. sinks: [heads], logits of each softmax whose share is lost. The result of a token
-    that belongs to no row is left unwritten. In plain PyTorch: `attention_reference`, which also writes the pages.
+    that belongs to no row is left unwritten, and without `single` that of a row's only token.
     """
     tokens, heads, head_dim = q.shape
     page_size, kv_heads = pages.k_cache.shape[1:3]
@@ -55,6 +79,7 @@ def prefill_attention(q: Tensor, pages: Pages, scale: float, window: int = 0, si
         block_m,
         plan.keys,
         plan.stages,
+        single,
         num_warps=plan.warps,
         **options,
     )
@@ -157,6 +182,7 @@ def _prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = BLOCK_M // GROUP  # the heads that share keys are rows of one block
@@ -174,7 +200,7 @@ def _prefill(
     begin = tl.load(query_start + row)
     count = tl.load(query_start + row + 1) - begin
     first = (block - begin // TOKENS - row) * TOKENS
-    if first < count:
+    if (first < count) & (SINGLE or count > 1):
         slot = tl.load(slots + row).to(tl.int64)
         history = tl.load(lengths + slot)
         table = page_table + slot * table_stride
