@@ -140,7 +140,7 @@ class Block(nn.Module):
         self.windowed = window > 0
 
     def forward(self, x: Tensor, ropes: Ropes, cache: ops.LayerCache, batch: ops.Batch) -> Tensor:
-        return self.mlp(self.attention(x, ropes[self.windowed], cache, batch))  # [tokens, hidden]
+        return self.mlp(self.attention(x, ropes[int(self.windowed)], cache, batch))  # [tokens, hidden]
 
 
 class Model(nn.Module):

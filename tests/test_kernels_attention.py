@@ -119,7 +119,8 @@ def test_pieces_cover_each_row_of_one_token_once_and_are_of_like_length(
         assert {(*piece[4:],) for piece in mine} == {about}
         assert {piece[1] for piece in mine} == {int(paged.slots[row])}
         bounds = [piece[2] for piece in mine] + [past[row]]
-        assert bounds[0] == begins[row] and [piece[3] for piece in mine] == bounds[1:]
+        assert bounds[0] == begins[row]
+        assert [piece[3] for piece in mine] == bounds[1:]
         assert all(0 < b - a < longest + block for a, b in pairwise(bounds)) or not past[row]
         assert all(a % page_size == 0 for a in bounds[:-1])
         at += len(mine)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loading_helpers import train_sentencepiece, write_llama
 
 import fastgraph
+from fastgraph.device import builder
 from fastgraph.errors import ConfigError, EngineDied, ModelError, RequestError
 
 
@@ -157,3 +161,25 @@ def test_after_close_every_call_says_so(load_tiny: Callable[..., fastgraph.LLM])
             call()
     llm.abort()
     stream.abort()
+
+
+def test_close_frees_the_pages_at_once(
+    load_tiny: Callable[..., fastgraph.LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next engine needs the memory, and the garbage collector may not come by before it."""
+    pages: list[weakref.ref[torch.Tensor]] = []
+
+    def allocate(*sizes: Any, real: Callable[..., Any] = builder._caches) -> Any:
+        caches = real(*sizes)
+        pages.extend(weakref.ref(cache.k) for cache in caches)
+        return caches
+
+    monkeypatch.setattr(builder, "_caches", allocate)
+    llm = load_tiny("plain")
+    assert any(page() is not None for page in pages)
+    gc.disable()
+    try:
+        llm.close()
+        assert all(page() is None for page in pages)
+    finally:
+        gc.enable()

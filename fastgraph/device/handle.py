@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from fastgraph.control.plan import Limits, PendingStep, StepPlan
@@ -36,6 +38,9 @@ class DeviceHandle:
     def shutdown(self) -> None:
         """Let go of the device's memory. No step may be submitted afterwards."""
         del self._executor, self._step
+        gc.collect()  # torch has made cycles of what built the model
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 def _kernel_builds() -> int:
