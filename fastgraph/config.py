@@ -49,6 +49,7 @@ class EngineConfig:
     prefix_cache: Annotated[bool, "Prompts share the pages of what they begin with."] = True
     host_kv_gb: Annotated[float | None, "GB of host memory for requests that have to make room."] = None
     in_flight_depth: Annotated[int | None, "Steps submitted before the oldest is read."] = None
+    multi_step: Annotated[int | None, "Decode steps that may count as one step, if they are short."] = None
     autotune: Annotated[bool, "Measure at start which of several kernels is the fastest."] = True
     kernels: Annotated[
         Mapping[str, str], "OP=NAME, the kernel an op takes; may be repeated. `fastgraph kernels` lists them."
@@ -66,7 +67,7 @@ class EngineConfig:
         for name, (kind, wanted) in (texts | switches).items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name} must be {wanted}, not {value!r}")
-        positive = ("max_model_len", "max_decode_bs", "max_step_tokens", "page_size", "kv_pages")
+        positive = ("max_model_len", "max_decode_bs", "max_step_tokens", "page_size", "kv_pages", "multi_step")
         for name in (*positive, "max_capture_bs", "max_capture_tokens", "in_flight_depth"):
             value, least = getattr(self, name), 1 if name in positive else 0
             if value is not None and (not _is_int(value) or value < least):

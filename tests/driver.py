@@ -28,8 +28,10 @@ def limits_of(
     prefix_cache: bool = True,
     host_pages: int = 0,
     window: int = 0,
+    multi_step: int = 1,
 ) -> Limits:
-    return Limits(slots, pages, page_size, max_model_len, max_step_tokens, VOCAB, prefix_cache, host_pages, window)
+    sizes = (slots, pages, page_size, max_model_len, max_step_tokens, VOCAB)
+    return Limits(*sizes, prefix_cache, host_pages, window, multi_step)
 
 
 class Careless(Forecast):

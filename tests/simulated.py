@@ -101,6 +101,15 @@ class Sampled:
     index: int  # in the answer
 
 
+def joined(outcomes: Sequence[StepResult], step_seconds: float) -> StepResult:
+    """The result of several steps in a row."""
+    tokens, logprobs = np.concatenate([outcome.tokens for outcome in outcomes]), None
+    if parts := [outcome.logprobs for outcome in outcomes if outcome.logprobs is not None]:
+        names = ("chosen", "top_ids", "top")
+        logprobs = Logprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    return StepResult(tokens, logprobs, step_seconds * len(outcomes))
+
+
 class SimulatedDevice:
     """Implements `fastgraph.control.plan.Device`, and the builder's part of `DeviceHandle` for an `Engine`."""
 
@@ -108,6 +117,7 @@ class SimulatedDevice:
         self.limits = limits
         self.depth = depth
         self.on_step = on_step
+        self.step_seconds = 0.001  # that it claims a step to take
         self.steps = 0
         self.computed = 0  # tokens
         self.sampled: list[Sampled] = []
@@ -134,7 +144,8 @@ class SimulatedDevice:
         self.steps += 1
         assert plan.number == self.steps, "steps are numbered one by one"
         assert len(self._in_flight) <= self.depth, "more steps in flight than allowed"
-        assert 0 < plan.tokens <= self.limits.max_step_tokens
+        assert 0 < plan.tokens // plan.repeats <= self.limits.max_step_tokens
+        assert plan.repeats == 1 or (plan.repeats <= self.limits.multi_step and not plan.spans)
         used = [*plan.decode_slots.tolist(), *(span.slot for span in plan.spans)]
         assert len(used) == len(set(used)), "a slot has two rows in one step"
         assert NULL_SLOT not in used
@@ -146,11 +157,13 @@ class SimulatedDevice:
             self._write_page(slot, index, page, used, page in plan.restores[:, 1])
         for admission in plan.admissions:
             self._check_beginning(self._tenants[admission.slot])
-        rows = [self._decode(slot) for slot in plan.decode_slots.tolist()]
-        rows += [self._prefill(span) for span in plan.spans]
+        outcomes = []
+        for _ in range(plan.repeats):
+            rows = [self._decode(slot) for slot in plan.decode_slots.tolist()]
+            rows += [self._prefill(span) for span in plan.spans]
+            outcomes.append(self._sample([tenant for tenant, samples in rows if samples], plan))
         self.computed += plan.tokens
-        outcome = self._sample([tenant for tenant, samples in rows if samples], plan)
-        pending = Pending(self, plan, outcome)
+        pending = Pending(self, plan, joined(outcomes, self.step_seconds))
         tenants = [tenant for tenant, _ in rows]
         self._in_flight.append((pending, [array.copy() for array in arrays_of(plan)], tenants))
         self.plans.append(plan)
@@ -286,7 +299,8 @@ class SimulatedDevice:
             tenant.history.append(token)
             tokens.append(token)
             chosen.append(logprob(sequence))
-        assert [tenant.admission.slot for tenant in tenants] == plan.sampling_slots.tolist()
+        slots = [tenant.admission.slot for tenant in tenants]
+        assert slots * plan.repeats == plan.sampling_slots.tolist()
         logprobs = None
         if any(tenant.admission.sampling.logprobs for tenant in tenants):
             # The alternatives: the token itself and its successor, a little less likely.

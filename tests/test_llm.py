@@ -148,6 +148,30 @@ def test_chunked_preempted_and_several_steps_in_flight_give_what_the_batch_gave(
     assert (stats["recompiles"], stats["eager_steps"]) == (0, 0)
 
 
+def test_several_decode_steps_at_once_give_what_single_ones_gave(
+    llm: fastgraph.LLM, answers: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastgraph.control.scheduler.MULTI_STEP_SECONDS", 1e9)
+    penalised = {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": True}
+    stop = answers[1].text[10:14]
+    asks: list[tuple[str, dict[str, Any]]] = [
+        (PROMPTS[0], penalised | {"top_logprobs": 2}),
+        (PROMPTS[1], {"stop": stop}),
+        (PROMPTS[2], {"max_tokens": 3}),
+    ]
+    single = together(llm, asks)
+    with fastgraph.load_model(**SMALL, multi_step=8, in_flight_depth=1) as multi:
+        assert ids(multi.generate(PROMPTS, max_tokens=64)) == ids(answers)
+        several = together(multi, asks)
+        assert "".join(multi.stream(PROMPTS[1], stop=stop, max_tokens=SHORT)) == single[1].text
+    for one, other in zip(single, several, strict=True):
+        assert (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
+    assert [entry.token_id for entry in several[0].logprobs] == several[0].token_ids
+    assert [entry.logprob for entry in several[0].logprobs] == pytest.approx(
+        [entry.logprob for entry in single[0].logprobs], abs=1e-3
+    )
+
+
 def test_a_seed_gives_the_same_text_alone_and_beside_others(llm: fastgraph.LLM, answers: list[Completion]) -> None:
     seeded = {"temperature": 0.9, "seed": 7}
     filters = {"top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2, "presence_penalty": 0.5}

@@ -39,6 +39,7 @@ def draw_limits(draw: Draw) -> Limits:
         prefix_cache=draw(0, 3) > 0,
         host_pages=max(draw(-4, 12), 0),
         window=max(draw(-9, 9), 0),
+        multi_step=(1, 2, 8)[draw(0, 2)],
     )
 
 
@@ -161,7 +162,7 @@ def walk(chance: random.Random, events: int) -> Driver:
 @pytest.mark.parametrize("part", range(10))
 def test_ten_thousand_events_by_chance(part: int) -> None:
     chance = random.Random(part)
-    seen = {"preemptions": 0, "hits": 0, "restores": 0, "evictions": 0, "drops": 0}
+    seen = {"preemptions": 0, "hits": 0, "restores": 0, "evictions": 0, "drops": 0, "repeats": 0}
     for _ in range(int(50 * SOAK)):
         driver = walk(chance, 200)
         seen["preemptions"] += driver.scheduler.preemptions
@@ -169,6 +170,7 @@ def test_ten_thousand_events_by_chance(part: int) -> None:
         seen["restores"] += sum(len(plan.restores) for plan in driver.device.plans)
         seen["evictions"] += driver.evicted
         seen["drops"] += driver.dropped
+        seen["repeats"] += sum(plan.repeats - 1 for plan in driver.device.plans)
     assert all(count > 10 * SOAK for count in seen.values()), seen
 
 
@@ -181,9 +183,8 @@ def test_a_request_gets_the_same_tokens_whatever_the_limits(data: st.DataObject)
     for _ in range(3):
         size, slots = draw(1, 4), draw(1, 5)
         pages = -(-12 // size) + draw(0, 20)
-        limits = limits_of(
-            slots, pages, size, 13, slots + size + draw(0, 20), draw(0, 1) > 0, draw(0, 8), max(draw(-5, 8), 0)
-        )
+        sizes = slots, pages, size, 13, slots + size + draw(0, 20)
+        limits = limits_of(*sizes, draw(0, 1) > 0, draw(0, 8), max(draw(-5, 8), 0), draw(1, 4))
         driver = Driver(limits, draw(0, 3))
         for request in requests:
             driver.submit(request)

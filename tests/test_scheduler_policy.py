@@ -49,6 +49,30 @@ def test_several_prompts_share_a_step_and_the_last_one_is_cut() -> None:
     driver.finish()
 
 
+@pytest.mark.parametrize(("seconds", "most"), [(0.0, 1), (0.01, 1), (0.001, 5), (0.0001, 8)])
+def test_short_decode_steps_are_planned_together(seconds: float, most: int) -> None:
+    driver = Driver(limits_of(multi_step=8))
+    driver.device.step_seconds = seconds
+    driver.submit(make_request(1, 3, 40))
+    driver.finish()
+    repeats = [plan.repeats for plan in driver.device.plans]
+    assert repeats[:2] == [1, 1]  # the prompt, and the step that shows how long one takes
+    assert max(repeats) == most
+    assert sum(repeats) == 40
+
+
+def test_decode_steps_are_planned_one_by_one_while_somebody_waits() -> None:
+    driver = Driver(limits_of(slots=1, multi_step=8))
+    for number in (1, 2):
+        driver.submit(make_request(number, 3, 20))
+    driver.finish()
+    first, second = (
+        [plan.repeats for plan in driver.device.plans if plan.number in part] for part in (range(21), range(21, 99))
+    )
+    assert set(first) == {1}
+    assert max(second) == 5
+
+
 def test_pages_are_admitted_for_a_chunk_not_for_the_prompt() -> None:
     driver = Driver(limits_of(pages=16, max_step_tokens=8))
     driver.submit(make_request(1, 40, 2))

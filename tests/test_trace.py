@@ -172,7 +172,7 @@ def test_an_input_that_was_changed_shows_in_the_plans(tmp_path: Path) -> None:
         (3, '{"trace":{}}', "line 4: this is not of a trace: the first line, and no other"),
         (3, '{"submit":{"prompt":[1]}}', "line 4: this is not of a trace"),
         (3, '{"retract":3}', "line 4: this is not of a trace: nothing is known of 'retract'"),
-        (3, '{"land":{"number":77,"tokens":[]}}', "line 4: step 77 is not the oldest of those in flight"),
+        (3, '{"land":{"number":77,"tokens":[],"seconds":0}}', "line 4: step 77 is not the oldest of those in flight"),
     ],
 )
 def test_a_line_that_is_no_event_is_named(tmp_path: Path, place: int, line: str, says: str) -> None:

@@ -69,7 +69,8 @@ def _gaps(at: Sequence[float], plans: Sequence[StepPlan]) -> Float64:
     found = [np.empty(0)]
     for now, plan in zip(at, plans, strict=True):
         before[[admission.slot for admission in plan.admissions if admission.slot <= slots]] = np.nan
-        found.append(now - before[plan.sampling_slots])
+        found.append(now - before[plan.sampling_slots[: len(plan.sampling_slots) // plan.repeats]])
+        found.append(np.zeros(len(plan.decode_slots) * (plan.repeats - 1)))  # they come together
         before[plan.sampling_slots] = now
     gaps = np.concatenate(found)
     return gaps[~np.isnan(gaps)]

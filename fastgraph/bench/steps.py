@@ -24,7 +24,7 @@ from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.plan import PendingStep, StepPlan
 from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.states import Request
-from fastgraph.device.builder import build_device, settle_compile, settle_depth
+from fastgraph.device.builder import DEFAULT_MULTI_STEP, build_device, settle_compile, settle_depth
 from fastgraph.errors import ConfigError
 from fastgraph.loading.checkpoint import Checkpoint
 
@@ -89,9 +89,10 @@ class Arm:
     def decode(self) -> Timing:
         """Run steps of the batch as fast as they go."""
         self._advance(self._depth + 1)
-        host: list[float] = []
-        took = seconds_of(lambda: host.append(self._advance(_STEPS)), self._device)
-        return Timing(took / _STEPS, host[0] / _STEPS if self._device.type == "cuda" else None)
+        worked: list[tuple[float, int]] = []
+        took = seconds_of(lambda: worked.append(self._advance(_STEPS)), self._device)
+        ((host, steps),) = worked
+        return Timing(took / steps, host / steps if self._device.type == "cuda" else None)
 
     def prefill(self, tokens: int) -> float:
         """Seconds from asking for the first token of a prompt to having it. No prompt is asked for twice."""
@@ -109,7 +110,7 @@ class Arm:
         self._advance(self._depth + 1)
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
-            self._advance(_PROFILED)
+            _, steps = self._advance(_PROFILED)
             torch.cuda.synchronize()
         times: Counter[str] = Counter()
         seconds: Counter[str] = Counter()
@@ -117,7 +118,7 @@ class Arm:
             if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset")):
                 times[event.name] += 1
                 seconds[event.name] += event.device_time / 1e6
-        return [(name, times[name] / _PROFILED, took / _PROFILED) for name, took in seconds.most_common()]
+        return [(name, times[name] / steps, took / steps) for name, took in seconds.most_common()]
 
     def _submit(self, batch: int, prompt: int, max_length: int) -> None:
         sampling = SamplingParams(ignore_eos=True)
@@ -125,19 +126,20 @@ class Arm:
             ids = self._random.integers(self.handle.limits.vocab, size=prompt, dtype=np.int32)
             self._scheduler.submit(Request(next(self._ids), ids, sampling, 0, (), max_length, incremental=False))
 
-    def _advance(self, steps: int) -> float:
-        """Submit so many steps, and land those that are too many to be in flight: the host's seconds for it.
+    def _advance(self, least: int) -> tuple[float, int]:
+        """Submit so many steps, or a few more, and land those that are too many to be in flight.
 
-        Waiting for a result is not the host's work.
+        Returns the host's seconds for it, to which waiting for a result does not belong, and how many steps it were.
         """
-        began, waited = perf_counter(), 0.0
-        for _ in range(steps):
+        began, waited, steps = perf_counter(), 0.0, 0
+        while steps < least:
             plan = self._scheduler.plan()
+            steps += plan.repeats if plan else 1
             if plan is not None:
                 self._in_flight.append((plan, self.handle.execute(plan)))
             if len(self._in_flight) > self._depth or plan is None:
                 waited += self._land()
-        return perf_counter() - began - waited
+        return perf_counter() - began - waited, steps
 
     def _land(self) -> float:
         plan, pending = self._in_flight.popleft()
@@ -155,7 +157,7 @@ def bench(
     """Rows of decode steps, one an arm, batch and context, and rows of prefill, one a length: of the last arm."""
     if unknown := sorted(set(arms) - set(ARMS[device.type])):
         raise ConfigError(f"there is no arm {', '.join(unknown)}: take of {', '.join(ARMS[device.type])}")
-    room = (repeats + 2) * (_STEPS + 8) + _PROFILED  # tokens that a request may grow by
+    room = (repeats + 3) * (_STEPS + 4 * DEFAULT_MULTI_STEP[device.type])  # tokens that a request may grow by
     sized = replace(
         config,
         max_decode_bs=max(batches),

@@ -25,7 +25,7 @@ class Draft:
         writes[:, 0], writes[:, 1], writes[:, 2] = slot, np.arange(first, first + len(pages)), pages
         self.page_writes.append(writes)
 
-    def plan(self, number: int, decode_slots: Int32, snapshots: Sequence[Int32]) -> StepPlan:
+    def plan(self, number: int, decode_slots: Int32, repeats: int, snapshots: Sequence[Int32]) -> StepPlan:
         return StepPlan(
             number,
             tuple(self.admissions),
@@ -34,6 +34,7 @@ class Draft:
             tuple(self.spans),
             _joined(snapshots, 2),
             _joined(self.restores, 2),
+            repeats,
         )
 
 

@@ -31,6 +31,7 @@ class Limits:
     prefix_cache: bool = True  # whether a prompt's pages may serve another one that begins alike
     host_pages: int = 0  # pages of host memory that retracted requests may be saved to
     window: int = 0  # tokens that each layer looks back, itself included; 0 is all
+    multi_step: int = 1  # decode steps that one plan may hold
 
     @property
     def pool_tokens(self) -> int:
@@ -64,7 +65,8 @@ class PrefillSpan:
 class StepPlan:
     """One step of the device: copy pages, set slots up, then run decode rows and prefill spans in one forward.
 
-    The copies are part of the plan, so that they keep their order with the steps that write and read the pages.
+    Without spans it may be several steps, one after the other: the same rows decode in each. The copies are part of the
+    plan, so that they keep their order with the steps that write and read the pages.
     """
 
     number: int
@@ -74,16 +76,18 @@ class StepPlan:
     spans: tuple[PrefillSpan, ...]
     snapshots: Int32 = field(default_factory=lambda: np.empty((0, 2), np.int32))  # (page, host page): copied out first
     restores: Int32 = field(default_factory=lambda: np.empty((0, 2), np.int32))  # (host page, page): copied in next
+    repeats: int = 1
 
     @cached_property
     def sampling_slots(self) -> Int32:
-        """The slots whose next token this step samples, in the order of the result's rows: decode rows, then spans."""
+        """The slots whose next token is sampled, in the order of the result's rows: of each step, then of the spans."""
         ends = np.array([span.slot for span in self.spans if span.samples], np.int32)
-        return np.concatenate([self.decode_slots, ends])
+        return np.concatenate([*[self.decode_slots] * self.repeats, ends])
 
     @property
     def tokens(self) -> int:
-        return len(self.decode_slots) + sum(len(span.ids) for span in self.spans)
+        """How many are computed."""
+        return self.repeats * len(self.decode_slots) + sum(len(span.ids) for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +98,17 @@ class Logprobs:
     top_ids: Int32  # [rows, MAX_LOGPROBS]
     top: Float32  # [rows, MAX_LOGPROBS]
 
-    def row(self, i: int) -> Logprobs:
-        return Logprobs(self.chosen[i : i + 1], self.top_ids[i : i + 1], self.top[i : i + 1])
+    def rows(self, rows: slice) -> Logprobs:
+        return Logprobs(self.chosen[rows], self.top_ids[rows], self.top[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens a step sampled; row i belongs to `plan.sampling_slots[i]`."""
+    """The tokens a plan's steps sampled; row i belongs to `plan.sampling_slots[i]`."""
 
     tokens: Int32  # [rows]
     logprobs: Logprobs | None  # None when no row asked
-    seconds: float = 0.0  # that the device took for the step, if it can say
+    seconds: float = 0.0  # that the device took for the plan, if it can say
 
 
 class PendingStep(Protocol):

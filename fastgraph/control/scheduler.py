@@ -39,6 +39,7 @@ from fastgraph.control.table import SlotTable
 from fastgraph.errors import RequestError
 
 PAGES_AHEAD = 4  # pages a decoding slot is given at once, so that most steps change no page table
+MULTI_STEP_SECONDS = 0.005  # that decode steps may take which are submitted together
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Scheduler:
         self._snapshots: list[Int32] = []  # for the next plan, each [pages, 2]
         self._planned = 0  # number of the newest step
         self._landed = 0  # number of the newest step whose result is in
+        self._step_seconds = 0.0  # that the device took for a decode step, the last time; 0 if it cannot say
 
     @property
     def in_flight(self) -> int:
@@ -178,10 +180,18 @@ class Scheduler:
         self._prefill(self.limits.max_step_tokens - len(slots), draft)
         if not len(slots) and not draft.spans:
             return None
-        self.table.scheduled[slots] += 1
+        repeats = 1 if draft.spans or self.queue.head else self._repeats(slots)
+        self.table.scheduled[slots] += repeats
         self._planned += 1
         snapshots, self._snapshots = self._snapshots, []
-        return draft.plan(self._planned, slots, snapshots)
+        return draft.plan(self._planned, slots, repeats, snapshots)
+
+    def _repeats(self, slots: Int32) -> int:
+        """How many decode steps to submit together: what takes little time, for whoever comes next waits for it."""
+        if self.limits.multi_step == 1 or not self._step_seconds:
+            return 1
+        most = min(int(MULTI_STEP_SECONDS / self._step_seconds), self.limits.multi_step)
+        return max(min(most, self.table.room(slots)), 1) if most > 1 else 1
 
     def _make_room(self, slots: Int32) -> bool:
         """Retract requests until every decoding slot that needs a page can have one.
@@ -359,9 +369,13 @@ class Scheduler:
     def land(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Take a step's tokens in, oldest step first. Tokens of requests that have ended meanwhile are dropped."""
         self._landed = plan.number
-        rows = np.flatnonzero(self.table.running[plan.sampling_slots])
-        slots = plan.sampling_slots[rows]
-        stopped, full = self.table.land(slots, result.tokens[rows])
+        if not plan.spans:
+            self._step_seconds = result.seconds / plan.repeats
+        tokens = result.tokens.reshape(plan.repeats, -1)
+        sampling = plan.sampling_slots[: tokens.shape[1]]
+        rows = np.flatnonzero(self.table.running[sampling])
+        slots = sampling[rows]
+        taken, stopped, full = self.table.land(slots, tokens[:, rows])
         told = np.flatnonzero(stopped | full | self.table.incremental[slots])
         outputs: list[Output] = []
         if len(told):  # in most steps there is nothing to tell, or the same of all
@@ -370,21 +384,24 @@ class Scheduler:
                 reasons[i] = "stop" if stopped[told[i]] else "length"
             at = slots[told]
             ids, pasts = self.table.request_id[at].tolist(), self.table.pasts(at)
-            each = zip(ids, at.tolist(), rows[told].tolist(), reasons, pasts, strict=True)
+            # Of a slot's tokens, the first that is in the answer, and the one behind the last; a step has so many rows.
+            width, first = tokens.shape[1], rows[told]
+            mine = map(slice, first.tolist(), (first + taken[told] * width).tolist(), [width] * len(told))
+            each = zip(ids, at.tolist(), mine, reasons, pasts, strict=True)
             outputs = [self._output(result, *one) for one in each]
         self._release_landed()
         return outputs
 
     def _output(
-        self, result: StepResult, request_id: int, slot: int, row: int, reason: FinishReason | None, past: Past
+        self, result: StepResult, request_id: int, slot: int, rows: slice, reason: FinishReason | None, past: Past
     ) -> Output:
         state = self.states[request_id]
         assert isinstance(state, Decoding)
         logprobs = None
         if state.request.incremental:
-            tokens = result.tokens[row : row + (reason != "stop")]
+            tokens = result.tokens[rows]
             if result.logprobs is not None and state.request.sampling.logprobs and len(tokens):
-                logprobs = result.logprobs.row(row)
+                logprobs = result.logprobs.rows(rows)
         else:
             tokens = self.table.answer(slot)
         if reason is not None:

@@ -101,14 +101,23 @@ class SlotTable:
         cramped: Int32 = slots[self.scheduled[slots] >= self.capacity[slots]]
         return cramped
 
-    def land(self, slots: Int32, tokens: Int32) -> tuple[np.ndarray, np.ndarray]:
-        """Record a sampled token each; returns two masks [rows]: ended by a stop id, ended by length.
+    def room(self, slots: Int32) -> int:
+        """How many tokens each of `slots` can decode in the pages it has, before its answer is as long as it may be."""
+        return int((np.minimum(self.limit[slots] - 1, self.capacity[slots]) - self.scheduled[slots]).min())
 
-        A stop id is not part of the answer.
+    def land(self, slots: Int32, tokens: Int32) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Record the sampled tokens of each slot: [steps, rows].
+
+        Returns how many of them are part of its answer, [rows], and two masks [rows]: ended by a stop id, which is no
+        part of it, and ended by length.
         """
-        generated = self.known[slots] - self.prompt[slots]
+        known = self.known[slots]
+        step = np.arange(len(tokens))[:, None]
+        generated = known - self.prompt[slots]
         self.first_token_at[slots[generated == 0]] = perf_counter()
-        stopped = (self.stop_ids[slots] == tokens[:, None]).any(1) & (generated >= self.min_tokens[slots])
-        self.tokens[slots, self.known[slots]] = tokens
-        self.known[slots] += ~stopped
-        return stopped, ~stopped & (self.known[slots] >= self.limit[slots])
+        stops = (self.stop_ids[slots] == tokens[..., None]).any(-1) & (generated + step >= self.min_tokens[slots])
+        stopped = stops.any(0)
+        taken = np.where(stopped, stops.argmax(0), len(tokens))
+        self.tokens[slots, known + step] = tokens
+        self.known[slots] = known + taken
+        return taken, stopped, ~stopped & (known + taken >= self.limit[slots])

@@ -19,12 +19,12 @@ import numpy as np
 
 from fastgraph.config import SamplingParams
 from fastgraph.control.loop import Observer
-from fastgraph.control.plan import Int32, Limits, StepPlan, StepResult
+from fastgraph.control.plan import Limits, StepPlan, StepResult
 from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.states import Request
 from fastgraph.errors import ConfigError, FastgraphWarning, RequestError, TraceError
 
-VERSION = 1  # of the lines' form
+VERSION = 2  # of the lines' form
 
 _BUFFER = 1 << 16  # bytes
 
@@ -56,7 +56,8 @@ class Trace(Observer):
             self._or_give_up(self._file.flush)
 
     def landed(self, plan: StepPlan, result: StepResult) -> None:
-        self._write("land", {"number": plan.number, "tokens": result.tokens.tolist()})
+        landed = {"number": plan.number, "tokens": result.tokens.tolist(), "seconds": result.seconds}
+        self._write("land", landed)
 
     def ended(self, error: Exception) -> None:
         self._write("end", str(error))
@@ -159,7 +160,8 @@ def _read(line: bytes, first: bool) -> tuple[str, Any]:
             case "submit":
                 return kind, _request(value)
             case "land":
-                return kind, (int(value["number"]), np.array(value["tokens"], np.int32))
+                tokens = np.array(value["tokens"], np.int32)
+                return kind, (int(value["number"]), StepResult(tokens, None, float(value["seconds"])))
             case "abort" | "forget" | "plan" | "end":
                 return kind, value
         raise ValueError(f"nothing is known of {kind!r}")
@@ -214,10 +216,10 @@ class _Rerun:
             self._in_flight.append(plan)
         return None
 
-    def _land(self, number: int, tokens: Int32) -> None:
+    def _land(self, number: int, result: StepResult) -> None:
         if not self._in_flight or self._in_flight[0].number != number:
             raise TraceError(f"step {number} is not the oldest of those in flight")
-        self._scheduler.land(self._in_flight.popleft(), StepResult(tokens, None))
+        self._scheduler.land(self._in_flight.popleft(), result)
 
 
 def _difference(logged: Any, planned: Any, name: str) -> str | None:

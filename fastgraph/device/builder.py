@@ -32,6 +32,7 @@ Progress = Callable[[str, float | None], None]
 # What a machine is given where the user leaves it open.
 DEFAULT_DECODE_BS = {"cpu": 32, "cuda": 256}
 DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+DEFAULT_MULTI_STEP = {"cpu": 1, "cuda": 8}  # a CPU's steps are long
 HOST_KV_GB = {"cpu": 0.0, "cuda": 4.0}  # pages that are pushed out of a CPU's memory would go to the same memory
 CPU_SHARE = 0.25  # of all memory, for keys and values: others use it too
 GPU_HEADROOM = 0.02  # of all memory, left free: allocations of unlike sizes leave gaps
@@ -97,7 +98,8 @@ def build_device(
     registry.build_missing(choices, signature)
     serving.serve(device.type, registry.load(choices))
     step = CompiledStep(model, _caches(0, limits, shape, device, dtype), slots.state, limits.vocab, mode)
-    executor = Executor(step, slots, StepMetadata(limits, device), top, device, settle_depth(config, device))
+    depth = settle_depth(config, device)
+    executor = Executor(step, slots, StepMetadata(limits, device), top, device, depth, limits.multi_step)
     progress("warming up" if mode == "off" else f"compiling ({mode})", None)
     executor.warm_up()
     progress("reserving memory for keys and values", None)
@@ -160,7 +162,9 @@ def _limits(config: EngineConfig, shape: Any, vocab: int, device: torch.device) 
             f"on beside a full batch; it is {step_tokens}"
         )
     window = getattr(shape, "lookback", 0)  # which the models have whose layers all look back the same window
-    return Limits(slots, slots * -(-asked // size), size, asked, step_tokens, vocab, window=window)
+    multi_step = config.multi_step or DEFAULT_MULTI_STEP[device.type]
+    pages = slots * -(-asked // size)
+    return Limits(slots, pages, size, asked, step_tokens, vocab, window=window, multi_step=multi_step)
 
 
 def _fit_pages(config: EngineConfig, limits: Limits, taken: int, page_bytes: int, device: torch.device) -> Limits:

@@ -27,13 +27,13 @@ Launch = Callable[[], SamplerOutput]  # a step that is prepared, and only to be 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A step's outputs on their way to the host; on a CPU they are there already."""
+    """A plan's outputs on their way to the host; on a CPU they are there already."""
 
     outputs: SamplerOutput
     rows: NDArray[np.intp]  # [sampled rows], where in the outputs they stand
     wants_logprobs: bool
-    seconds: float  # that the step took, where it has run already
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # the step's begin, and the arrival of its outputs
+    seconds: float  # that it took, where it has run already
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # the plan's begin, and the arrival of its outputs
 
     def ready(self) -> bool:
         return self.events is None or self.events[1].query()
@@ -53,7 +53,8 @@ class Copied:
 class Executor:
     """`depth` is how many steps may be in flight beside the newest one.
 
-    `capture_bs` is the largest batch whose decode steps are captured, 0 for none.
+    `capture_bs` is the largest batch whose decode steps are captured, 0 for none; `multi_step` is how many decode steps
+    one plan may hold.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Executor:
         capture_bs: int,
         device: torch.device,
         depth: int,
+        multi_step: int = 1,
     ) -> None:
         self._step, self._slots, self._metadata = step, slots, metadata
         self._decode_ladder = CaptureLadder(rungs(capture_bs), self._padding) if capture_bs else None
@@ -73,7 +75,7 @@ class Executor:
         self.above_ladder = 0  # decode steps too large for every captured graph
         self.padding_tokens = 0  # computed to fill up captured graphs
         # A result is read before its buffer's turn comes again.
-        self._host = cycle([_Arrival(metadata.rows) for _ in range(depth + 2)] if self._on_cuda else ())
+        self._host = cycle([_Arrival(metadata.rows * multi_step) for _ in range(depth + 2)] if self._on_cuda else ())
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Copied:
@@ -83,20 +85,19 @@ class Executor:
         self._slots.apply(plan)
         rows = len(plan.decode_slots)
         launch = self._mixed(plan) if plan.spans else self._decode(rows, plan)
-        # Here, so that a device which waits for the host to prepare a step counts as idle.
-        arrival = next(self._host, None)
-        if arrival is not None:
-            arrival.expect()
-        began = perf_counter()
-        outputs = launch()
-        seconds = perf_counter() - began
-        sampled = np.arange(rows)
+        sampled = np.arange(rows * plan.repeats)
         if plan.spans:
             sampled = np.concatenate([sampled, rows + np.flatnonzero([span.samples for span in plan.spans])])
         wants_logprobs = bool(self._slots.wants_logprobs[plan.sampling_slots].any())
-        if arrival is None:
-            return Copied(outputs, sampled, wants_logprobs, seconds, None)
-        return arrival.copy(outputs, rows + len(plan.spans), sampled, wants_logprobs)
+        # Here, so that a device which waits for the host to prepare a step counts as idle.
+        arrival = next(self._host, None)
+        if arrival is not None:
+            return arrival.copy(launch, plan.repeats, rows + len(plan.spans), sampled, wants_logprobs)
+        began = perf_counter()
+        outputs = [launch() for _ in range(plan.repeats)]
+        seconds = perf_counter() - began
+        joined = SamplerOutput(*map(torch.cat, zip(*outputs, strict=True))) if plan.repeats > 1 else outputs[0]
+        return Copied(joined, sampled, wants_logprobs, seconds, None)
 
     def _mixed(self, plan: StepPlan) -> Launch:
         size = self._mixed_ladder.fit(plan.tokens) if self._mixed_ladder else None
@@ -111,7 +112,7 @@ class Executor:
         size = ladder.fit(rows) if ladder else None
         if ladder and size:
             self._metadata.refresh_decode_metadata(size, rows, plan.decode_slots, for_graph_replay=True)
-            self.padding_tokens += size - rows
+            self.padding_tokens += plan.repeats * (size - rows)
             return partial(ladder.replay, size)
         if ladder:
             self._count_above(rows, ladder)
@@ -220,20 +221,19 @@ def _padding_plan(tokens: int, longest: int, decoding: int = 0) -> StepPlan:
 
 
 class _Arrival:
-    """Pinned memory that one step's outputs are copied to, and when the device began and ended that."""
+    """Pinned memory that one plan's outputs are copied to, and when the device began and ended that."""
 
     def __init__(self, rows: int) -> None:
         self._buffers = outputs_of(rows, pin_memory=True)
         self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
-    def expect(self) -> None:
-        """The step begins."""
+    def copy(self, launch: Launch, repeats: int, count: int, rows: NDArray[np.intp], wants_logprobs: bool) -> Copied:
+        """Launch the steps, and have `count` rows of each copied before the next one overwrites them."""
+        wanted = len(self._buffers) if wants_logprobs else 1  # without log-probabilities nobody looks at the rest
         self._events[0].record()
-
-    def copy(self, outputs: SamplerOutput, count: int, rows: NDArray[np.intp], wants_logprobs: bool) -> Copied:
-        # Without log-probabilities nobody looks at the rest.
-        wanted = len(outputs) if wants_logprobs else 1
-        for source, target in zip(outputs[:wanted], self._buffers[:wanted], strict=True):
-            target[:count].copy_(source[:count], non_blocking=True)
+        for first in range(0, repeats * count, count):
+            outputs = launch()
+            for source, target in zip(outputs[:wanted], self._buffers[:wanted], strict=True):
+                target[first : first + count].copy_(source[:count], non_blocking=True)
         self._events[1].record()
         return Copied(self._buffers, rows, wants_logprobs, 0.0, self._events)
