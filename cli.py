@@ -232,7 +232,7 @@ def _sizes(flag: str, text: str) -> list[int]:
 def _load(
     workload: Annotated[
         str,
-        typer.Option(help="chat, repeated_sampling, multi_turn, several with commas, or a JSONL of prompt, max_tokens."),
+        typer.Option(help="chat, repeated_sampling, multi_turn, with commas for several; or a JSONL file."),
     ] = "chat",
     requests: Annotated[
         int | None, typer.Option(min=1, help="Requests of chat, samples of each prompt, or sessions of multi_turn.")

@@ -157,19 +157,20 @@ def bench(
     """Rows of decode steps, one an arm, batch and context, and rows of prefill, one a length: of the last arm."""
     if unknown := sorted(set(arms) - set(ARMS[device.type])):
         raise ConfigError(f"there is no arm {', '.join(unknown)}: take of {', '.join(ARMS[device.type])}")
-    room = (repeats + 3) * (_STEPS + 4 * DEFAULT_MULTI_STEP[device.type])  # tokens that a request may grow by
+    room = {batch: _room(repeats, batch, device) for batch in batches}
+    longest = max(room.values())
     sized = replace(
         config,
         max_decode_bs=max(batches),
-        max_model_len=max([context + room for context in contexts] + [tokens + 2 for tokens in prefills]),
-        kv_pages=_pages(config.page_size, batches, contexts, prefills, room),
+        max_model_len=max([context + longest for context in contexts] + [tokens + 2 for tokens in prefills]),
+        kv_pages=_pages(config.page_size, room, contexts, prefills),
     )
     with _built(sized, arms, checkpoint, device, tell) as built:
         rows = []
         for context in contexts:
             for batch in batches:
                 tell(f"decoding: batch {batch}, context {context}", None)
-                rows += _decode_rows(built, batch, context, room, repeats, roofline, device)
+                rows += _decode_rows(built, batch, context, room[batch], repeats, roofline, device)
         name, arm = list(built.items())[-1]
         prefilled = []
         for tokens in prefills:
@@ -221,9 +222,16 @@ def _decode_rows(
     return rows
 
 
-def _pages(page: int, batches: Sequence[int], contexts: Sequence[int], prefills: Sequence[int], room: int) -> int:
-    decoding = [max(batches) * -(-(context + room) // page) for context in contexts]
-    return max(decoding + [-(-(tokens + 2) // page) for tokens in prefills]) + max(batches)
+def _room(repeats: int, batch: int, device: torch.device) -> int:
+    """Tokens that a request may grow by, to fill what is in flight, and to be measured and profiled."""
+    most = DEFAULT_MULTI_STEP[device.type] if batch <= 64 else 4  # a large batch's steps are not that short
+    return (repeats + 3) * (_STEPS + 2 * most)
+
+
+def _pages(page: int, room: Mapping[int, int], contexts: Sequence[int], prefills: Sequence[int]) -> int:
+    """room: of each batch"""
+    decoding = [batch * -(-(context + more) // page) for context in contexts for batch, more in room.items()]
+    return max(decoding + [-(-(tokens + 2) // page) for tokens in prefills]) + max(room)
 
 
 def _tell_of(tell: Tell, arm: str, phase: str, fraction: float | None) -> None:
