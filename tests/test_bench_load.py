@@ -347,6 +347,17 @@ def test_throughput_by_the_command_line(tiny: Path, tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["replay", str(trace)]).exit_code == 0
 
 
+def test_several_workloads_run_one_after_the_other(tiny: Path, tmp_path: Path) -> None:
+    arguments = ("-m", tiny, "--load-format", "dummy", "--compile", "off", "--device", "cpu", "--max-model-len", 250)
+    files = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    for number, file in enumerate(files, 1):
+        file.write_text(json.dumps({"prompt": [number] * 9, "max_tokens": 3}) + "\n")
+    result = run("throughput", *arguments, "--repeats", 1, "--workload", f"{files[0]},{files[1]}", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert [row["workload"] for row in json.loads(result.stdout)["rows"]] == [str(file) for file in files]
+    assert all(f"{file}, 1 requests" in result.stderr for file in files)
+
+
 @pytest.mark.parametrize("load", [("--rate", 200), ("--concurrency", 2)])
 def test_serve_by_the_command_line(tiny: Path, load: tuple[str, int]) -> None:
     arguments = ("-m", tiny, "--load-format", "dummy", "--compile", "off", "--device", "cpu", "--max-model-len", 250)
@@ -366,7 +377,7 @@ def test_serve_by_the_command_line(tiny: Path, load: tuple[str, int]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("throughput", "--workload", "nonsense"), 1, "there is no workload nonsense"),
+        (("throughput", "--workload", "chat,nonsense"), 1, "there is no workload nonsense"),
         (("serve",), 2, "either --rate, above 0, or --concurrency"),
         (("serve", "--rate", 1, "--concurrency", 1), 2, "either --rate, above 0, or --concurrency"),
         (("serve", "--rate", 0), 2, "either --rate, above 0, or --concurrency"),

@@ -100,13 +100,11 @@ def _loaded(config: EngineConfig) -> Iterator[tuple[LLM, roofline.Roofline, late
         yield llm, roofline.roofline_of(llm.checkpoint.config, dtype, peaks), loading.tell
 
 
-def _names(workload: str) -> list[str]:
-    """Of a file, or of one seeded workload or more."""
-    if Path(workload).is_file():
-        return [workload]
-    names = workload.split(",")
+def _names(workloads: str) -> list[str]:
+    """Each a seeded workload or a file; there are commas between them, unless all of it is a file's name."""
+    names = [workloads] if Path(workloads).is_file() else workloads.split(",")
     for name in names:
-        if name not in _SEEDED:
+        if name not in _SEEDED and not Path(name).is_file():
             raise ConfigError(f"there is no workload {name}: take {', '.join(_SEEDED)} or a JSONL file")
     return names
 

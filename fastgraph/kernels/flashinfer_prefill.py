@@ -43,13 +43,13 @@ class _Prefill:
     """Attends over pages that hold the step's own keys and values already."""
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[float, int], tuple[int, Any]] = {}  # scale, window -> step it was made for, wrapper
+        self._wrappers: dict[tuple[float, int], Any] = {}  # by scale and window
 
     def __call__(self, q: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
-        step, wrapper = self._plans.get((scale, window)) or (-1, _wrapper(q.device))
-        if step != serving.step():
-            self._plan(wrapper, q, pages, scale, window)
-            self._plans[scale, window] = serving.step(), wrapper
+        if (scale, window) not in self._wrappers:
+            self._wrappers[scale, window] = _wrapper(q.device)
+        wrapper = self._wrappers[scale, window]
+        serving.once((self, scale, window), lambda: self._plan(wrapper, q, pages, scale, window))
         # Kernels that overlap by programmatic dependent launch keep a convention among themselves.
         out: Tensor = wrapper.run(q, (pages.k_cache, pages.v_cache), enable_pdl=False)
         return out

@@ -19,7 +19,6 @@ T = TypeVar("T")
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.kernels: dict[str, Kernels] = {}  # by device
-        self.step = 0
         self.laid_out: dict[Hashable, Any] = {}
         self.asked: set[str] | None = None
 
@@ -46,13 +45,7 @@ def _common(device: str) -> Kernels:
 
 def begin_step() -> None:
     """Tell kernels that lay a step out, once for all layers, that another one begins."""
-    _thread.step += 1
     _thread.laid_out.clear()
-
-
-def step() -> int:
-    """The number of this thread's step."""
-    return _thread.step
 
 
 def once(key: Hashable, lay_out: Callable[[], T]) -> tuple[T, bool]:
