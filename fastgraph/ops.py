@@ -21,6 +21,7 @@ __all__ = [
     "Batch",
     "LayerCache",
     "Rope",
+    "add_norm",
     "attention",
     "cache_width",
     "gate_mul",
@@ -90,6 +91,17 @@ def linear(
     if residual is None:
         return cuda.linear(x, layer.weight, bias, scale, eps, gated, activation)
     cuda.add_linear(x, layer.weight, bias, scale, eps, gated, activation, residual)
+    return residual
+
+
+def add_norm(residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+    """residual + norm(x), the norm that some models have behind a linear. [tokens, hidden]
+
+    The residual takes the sum and is what comes back: what it was is gone.
+    """
+    if not _has_kernels(x):
+        return residual.add_(rms_norm(x, norm.weight, norm.eps))
+    cuda.add_norm(x, norm.weight, norm.eps, residual)
     return residual
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastgraph.kernels import serving
 from fastgraph.loading.weights import read, sources_of, stored
 from fastgraph.ops import Batch, LayerCache
 
@@ -77,6 +78,7 @@ class Paged:
     def step(self, model: Any, pieces: Sequence[Piece], forward: Any = None) -> list[Tensor]:
         """Run one step and advance the lengths. A row's result is the logits of its tokens. [tokens, vocab]"""
         batch = self.batch(pieces)
+        serving.begin_step()
         logits = model.head((forward or model)(batch, self.caches))
         for piece in pieces:
             if piece.slot:

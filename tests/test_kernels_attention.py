@@ -99,18 +99,18 @@ def test_padding_rows_write_to_page_zero_alone_and_change_no_other_row() -> None
 def test_pieces_cover_each_row_of_one_token_once_and_are_of_like_length(
     data: st.DataObject, fill: int, window: int
 ) -> None:
-    page_size, block = 16, 32
+    page_size, block, parts = 16, 32, data.draw(st.integers(1, 70))
     past = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=40))
     counts = data.draw(st.lists(st.sampled_from([1, 1, 1, 0, 7]), min_size=len(past), max_size=len(past)))
     paged = Paged.of([0] * len(past), 1, 1, 8, page_size)
     paged.lengths[paged.slots.long()] = torch.tensor(past, dtype=torch.int32, device=DEVICE)
     pages = paged.pages(counts)
-    found = decode.lay_out(pages, fill, block, window).tolist()
+    found = decode.lay_out(pages, fill, parts, block, window).tolist()
     many, single = 2 * len(past) >= fill, [row for row, count in enumerate(counts) if count == 1]
     begins = [max(n + 1 - window, 0) // page_size * page_size if window else 0 for n in past]
     spans = [past[row] - begins[row] for row in single]
-    least = sum(spans) // max(len(single), 1) * 5 // 4 if many else min(sum(spans) // 8, 128)
-    longest = max(-(-sum(spans) // (2 * fill if many else fill)), least, block)
+    shortest = sum(spans) // max(len(single), 1) * 5 // 4 if many else min(sum(spans) // parts, 128)
+    longest = max(-(-sum(spans) // (2 * fill if many else fill)), shortest, block)
     at = 0
     for row in single:
         mine = [piece for piece in found if piece[0] == row]

@@ -1,7 +1,8 @@
 """The linears as a GPU runs them: opaque to the compiler, because they pick their kernel by the real batch.
 
 A compiled graph serves every number of rows. What is best for one row is not best for a thousand, so the choice is
-made inside the op, when it is called or captured.
+made inside the op, when it is called or captured. The norm behind a linear is here because the compiler would make two
+kernels of it, neither of which overlaps with those around it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ _LIBRARY.define(
     "Tensor(a!) residual) -> ()"
 )
 
+_LIBRARY.define("add_norm(Tensor x, Tensor weight, float eps, Tensor(a!) residual) -> ()")
+
 linear = torch.ops.fastgraph.linear.default
 add_linear = torch.ops.fastgraph.add_linear.default
+add_norm = torch.ops.fastgraph.add_norm.default
 
 
 def _linear(
@@ -39,8 +43,15 @@ def _add_linear(
         residual.copy_(y)
 
 
+def _add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
+    from fastgraph.kernels.norm import rms_norm  # in Triton, which a CPU may lack
+
+    rms_norm(x.contiguous(), weight, eps, residual)
+
+
 _LIBRARY.impl("linear", _linear, "CUDA")
 _LIBRARY.impl("add_linear", _add_linear, "CUDA")
+_LIBRARY.impl("add_norm", _add_norm, "CUDA")
 
 
 @torch.library.register_fake("fastgraph::linear", lib=_LIBRARY)
@@ -48,6 +59,7 @@ def _(x: Tensor, weight: Tensor, bias: object, norm: object, eps: float, gated: 
     return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
 
 
+@torch.library.register_fake("fastgraph::add_norm", lib=_LIBRARY)
 @torch.library.register_fake("fastgraph::add_linear", lib=_LIBRARY)
 def _(*_: object) -> None:
     return None

@@ -31,6 +31,7 @@ from fastgraph.kernels.rotary import angles, norm_and_rotate, partner_of
 _STAGES = 2  # of the load pipeline: the page numbers, and then the keys and values, of the blocks ahead
 _FIELDS = tl.constexpr(8)  # of a piece: row, slot, begin, end, the row's length, its first piece, its pieces, its token
 _PROGRAMS = 16  # for each multiprocessor, to keep it busy
+_LEAST = 64  # programs, below which even short pieces are cut
 _BELOW = tl.constexpr(-1.0e30)  # for a score; -inf would make NaN of an empty block
 _LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -58,7 +59,8 @@ def decode_attention(
     columns = power_of_two(heads // kv_heads)
     block = 32 if head_dim <= 128 else 16  # what the registers hold
     fill = fill_count(kv_heads, multiprocessors(q.device))
-    laid_out, new = serving.once(("decode_attention", window), lambda: lay_out(pages, fill, block, window))
+    least = max(_LEAST // kv_heads, 1)
+    laid_out, new = serving.once(("decode_attention", window), lambda: lay_out(pages, fill, least, block, window))
     most = len(laid_out)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     parts = q.new_empty((most, heads, head_dim), dtype=torch.float32)
@@ -109,11 +111,11 @@ def fill_count(kv_heads: int, multiprocessors: int) -> int:
     return max(_PROGRAMS * multiprocessors // kv_heads, 1)
 
 
-def lay_out(pages: Pages, fill: int, block: int, window: int) -> Tensor:
+def lay_out(pages: Pages, fill: int, least: int, block: int, window: int) -> Tensor:
     """Cut the contexts of all rows of one token: [most, 8] int32 of the pieces; an unused one has row -1.
 
-    Few rows are cut into about `fill` pieces, except that a few tokens are not worth one. Of many rows only those are
-    cut that are longer than the mean by some.
+    Few rows are cut into about `fill` pieces; but a piece of less than 128 tokens is only worth it where there would
+    not even be `least` of them. Of many rows only those are cut that are longer than the mean by some.
     """
     rows = len(pages.slots)
     many = 2 * rows >= fill
@@ -121,11 +123,11 @@ def lay_out(pages: Pages, fill: int, block: int, window: int) -> Tensor:
     pieces = torch.empty(rows + wanted, _FIELDS.value, dtype=torch.int32, device=pages.slots.device)
     width = 64 if rows <= 64 else power_of_two(len(pages.page_table))  # a kernel for few rows, and one for all others
     sizes = (window, pages.k_cache.shape[1], block, width)
-    _lay_out[(1,)](pages.slots, pages.lengths, pages.query_start, pieces, rows, wanted, int(many), *sizes)
+    _lay_out[(1,)](pages.slots, pages.lengths, pages.query_start, pieces, rows, wanted, int(many), least, *sizes)
     return pieces
 
 
-@triton.jit(do_not_specialize=["rows", "wanted", "many"])  # they differ from step to step
+@triton.jit(do_not_specialize=["rows", "wanted", "many", "least"])  # they differ from step to step
 def _lay_out(
     slots,
     lengths,
@@ -134,6 +136,7 @@ def _lay_out(
     rows,
     wanted,
     many,
+    least,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -149,8 +152,8 @@ def _lay_out(
         begin = tl.maximum(n + 1 - WINDOW, 0) // PAGE * PAGE
     total = tl.sum(n - begin)
     mean = total // tl.maximum(tl.sum(mine.to(tl.int32)), 1)
-    least = tl.where(many != 0, mean * 5 // 4, tl.minimum(total // 8, 128))
-    longest = tl.maximum(tl.maximum(tl.cdiv(total, wanted), least), BLOCK)
+    shortest = tl.where(many != 0, mean * 5 // 4, tl.minimum(total // least, 128))
+    longest = tl.maximum(tl.maximum(tl.cdiv(total, wanted), shortest), BLOCK)
     per = tl.cdiv(tl.cdiv(n - begin, tl.maximum(tl.cdiv(n - begin, longest), 1)), BLOCK) * BLOCK
     per = tl.maximum(per, BLOCK)
     count = tl.where(mine, tl.maximum(tl.cdiv(n - begin, per), 1), 0)

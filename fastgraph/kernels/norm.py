@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual addition before it, and the activation of gated layers: one pass over memory each."""
+"""RMSNorm, with the residual addition after it, and the activation of gated layers: one pass over memory each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fastgraph.kernels.launch import can_overlap, cdiv, gdc_launch_dependents, g
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """Root-mean-square norm (arXiv:1910.07467) of x, or of x + residual, which then becomes the new residual.
+    """Root-mean-square norm (arXiv:1910.07467) of x, added to the residual if there is one, which then has the sum.
 
-    x, residual: [rows, width] contiguous, residual changed in place; weight: [width]. Returns [rows, width]. Computed
-    in float32, rounded to the weight's dtype before that is applied: as in Hugging Face's LlamaRMSNorm, or, where the
-    weight is float32, Gemma3RMSNorm.
+    x, residual: [rows, width] contiguous; weight: [width]. Returns [rows, width]: the residual, or a new tensor.
+    Computed in float32, rounded to the weight's dtype before that is applied: as in Hugging Face's LlamaRMSNorm, or,
+    where the weight is float32, Gemma3RMSNorm.
     """
     rows, width = x.shape
-    y = torch.empty_like(x)
+    y = torch.empty_like(x) if residual is None else residual
     block = power_of_two(width)
     overlap = can_overlap(x.device)
     warps = min(max(block // 512, 1), 16)
@@ -44,13 +44,12 @@ def _rms_norm(
         gdc_launch_dependents()
         gdc_wait()
     at = tl.program_id(0).to(tl.int64) * width + i
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    if residual_ptr is not None:
-        x += tl.load(residual_ptr + at, mask=inside, other=0.0)
-        tl.store(residual_ptr + at, x, mask=inside)
-    wide = x.to(tl.float32)
+    wide = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / width + eps)
-    tl.store(y_ptr + at, wide.to(weight.dtype) * weight, mask=inside)
+    y = (wide.to(weight.dtype) * weight).to(y_ptr.dtype.element_ty)
+    if residual_ptr is not None:
+        y += tl.load(residual_ptr + at, mask=inside, other=0.0)
+    tl.store(y_ptr + at, y, mask=inside)
 
 
 def gate_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
