@@ -21,11 +21,11 @@ __all__ = [
     "Batch",
     "LayerCache",
     "Rope",
-    "add_norm",
     "attention",
     "cache_width",
     "gate_mul",
     "linear",
+    "norm_add",
     "rms_norm",
     "rope_parameters",
     "rotary",
@@ -94,14 +94,14 @@ def linear(
     return residual
 
 
-def add_norm(residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+def norm_add(residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
     """residual + norm(x), the norm that some models have behind a linear. [tokens, hidden]
 
     The residual takes the sum and is what comes back: what it was is gone.
     """
     if not _has_kernels(x):
         return residual.add_(rms_norm(x, norm.weight, norm.eps))
-    cuda.add_norm(x, norm.weight, norm.eps, residual)
+    cuda.norm_add(x, norm.weight, norm.eps, residual)
     return residual
 
 

@@ -118,7 +118,7 @@ class Attention(nn.Module):
         q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)  # [tokens, heads, head_dim] each
         norms = (self.q_norm, self.k_norm)
         y = ops.attention(q, k, v, cache, batch, scale=self.scale, window=self.window, rope=rope, norms=norms)
-        return ops.add_norm(x, ops.linear(y.flatten(1), self.o), self.norm_after)
+        return ops.norm_add(x, ops.linear(y.flatten(1), self.o), self.norm_after)
 
 
 class MLP(nn.Module):
@@ -130,7 +130,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = ops.linear(x, self.gate_up, norm=self.norm, gated=True, activation="gelu")
-        return ops.add_norm(x, ops.linear(y, self.down), self.norm_after)
+        return ops.norm_add(x, ops.linear(y, self.down), self.norm_after)
 
 
 class Block(nn.Module):

@@ -104,11 +104,18 @@ def test_a_prompt_that_was_asked_before_costs_nothing_again() -> None:
 # --- steps ---
 
 
-def step(number: int, decoding: Sequence[int], prefilled: Sequence[int] = (), admitted: Sequence[int] = ()) -> StepPlan:
+def step(
+    number: int,
+    decoding: Sequence[int],
+    prefilled: Sequence[int] = (),
+    admitted: Sequence[int] = (),
+    repeats: int = 1,
+) -> StepPlan:
     nothing = np.empty(0, np.int32)
     admissions = tuple(Admission(slot, SamplingParams(), 0, (), nothing, nothing, computed=0) for slot in admitted)
     spans = tuple(PrefillSpan(slot, 0, np.zeros(7, np.int32), samples=True) for slot in prefilled)
-    return StepPlan(number, admissions, np.empty((0, 3), np.int32), np.array(decoding, np.int32), spans)
+    decode_slots = np.array(decoding, np.int32)
+    return StepPlan(number, admissions, np.empty((0, 3), np.int32), decode_slots, spans, repeats=repeats)
 
 
 def columns(monkeypatch: pytest.MonkeyPatch, *landed: tuple[float, StepPlan]) -> Steps:
@@ -133,6 +140,19 @@ def test_gaps_are_from_token_to_token_of_one_request(monkeypatch: pytest.MonkeyP
     assert steps.decoding.tolist() == [0, 2, 1, 1, 2]
     assert steps.sampled.tolist() == [2, 2, 2, 1, 2]
     assert steps.computed.tolist() == [14, 2, 8, 1, 2]
+
+
+def test_steps_that_were_submitted_together_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = columns(
+        monkeypatch,
+        (10.0, step(1, [], [1, 2], [1, 2])),
+        (12.0, step(2, [1, 2], repeats=3)),
+        (13.0, step(3, [2])),
+    )
+    assert sorted(steps.gaps) == [0.0] * 4 + [1.0, 2.0, 2.0]  # the tokens of one plan come at once
+    assert steps.sampled.tolist() == [2, 6, 1]
+    assert steps.computed.tolist() == [14, 6, 1]
+    assert steps.repeats.tolist() == [1, 3, 1]
 
 
 def test_the_steady_state_has_neither_the_filling_nor_the_emptying(monkeypatch: pytest.MonkeyPatch) -> None:

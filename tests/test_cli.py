@@ -71,7 +71,7 @@ def test_every_engine_option_is_a_flag_of_its_own_name(llm: FakeLLM) -> None:
         "model": "somewhere", "revision": "v1", "token": "secret", "offline": True, "device": "cpu",
         "dtype": "float32", "compile": "regional", "load_format": "dummy", "chat_template": "{{ x }}",
         "max_model_len": 101, "max_decode_bs": 102, "max_capture_bs": 103, "max_step_tokens": 104, "page_size": 8,
-        "max_capture_tokens": 106,
+        "max_capture_tokens": 106, "multi_step": 4,
         "kv_pages": 105, "in_flight_depth": 3, "prefix_cache": False, "host_kv_gb": 1.5, "trace": "decisions",
         "autotune": False, "kernels": {"sample": "reference"},
     }  # fmt: skip

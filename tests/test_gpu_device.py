@@ -116,6 +116,28 @@ def test_steps_with_prompts_give_the_same_tokens_captured_or_not(folder: Path, t
     assert device.counters()["kernel_builds"] == 0
 
 
+def test_steps_that_are_submitted_together_give_the_same_tokens(folder: Path) -> None:
+    """Log-probabilities too; in a batch with padding, and with requests that end in the midst."""
+    found = []
+    for multi_step in (1, 8):
+        device = build(folder, max_decode_bs=8, multi_step=multi_step)
+        scheduler, plans, outputs = Scheduler(device.limits), [], []
+        for number, prompt in enumerate(random_prompts(3, 40, 17, 64, 200)):
+            sampling = SamplingParams(ignore_eos=True, temperature=number % 2, logprobs=True, presence_penalty=0.5)
+            length = len(prompt) + 30 + 9 * number
+            scheduler.submit(Request(number, np.array(prompt, np.int32), sampling, 7, (), length, incremental=True))
+        while plan := scheduler.plan():
+            plans.append(plan)
+            outputs += scheduler.land(plan, device.execute(plan).result())
+        assert max(plan.repeats for plan in plans) == multi_step
+        mine = [[output for output in outputs if output.request_id == number] for number in range(5)]
+        tokens = [np.concatenate([output.token_ids for output in answer]).tolist() for answer in mine]
+        chosen = [np.concatenate([output.logprobs.chosen for output in answer]) for answer in mine]
+        found.append((tokens, np.concatenate(chosen)))
+    assert found[0][0] == found[1][0]
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-3)
+
+
 @pytest.mark.parametrize("mode", ["full", "off"])
 def test_other_ways_to_compile_give_the_same_tokens(folder: Path, mode: Any) -> None:
     prompts = random_prompts(1, 17, 300, 64)

@@ -30,6 +30,13 @@ REAL = [(16, 8, 128, 128, True, 0, 16), (32, 8, 64, 64, False, 0, 16), (32, 8, 1
 REAL += [(4, 1, 256, 256, True, 512, 16), (9, 3, 64, 64, False, 0, 32)]
 
 
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels serve, on a CPU too."""
+    kernels = {"rotate_and_write": rotary.rotate_and_write, "decode_attention": decode.decode_attention}
+    monkeypatch.setattr(serving, "kernels", lambda device: kernels)
+
+
 def inputs(tokens: int, kind: tuple) -> tuple[tuple[Tensor, ...], Turn]:
     """q, k, v as views of one tensor, and what is done to q and k."""
     heads, kv_heads, dim, turns, normed, *_ = kind
@@ -94,37 +101,59 @@ def test_padding_rows_write_to_page_zero_alone_and_change_no_other_row() -> None
         assert torch.equal(cache[1:].nan_to_num(9.0), expected[1:].nan_to_num(9.0))
 
 
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), fill=st.integers(1, 70), window=st.sampled_from([0, 40, 512]))
-def test_pieces_cover_each_row_of_one_token_once_and_are_of_like_length(
-    data: st.DataObject, fill: int, window: int
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), fill=st.integers(1, 70), least=st.integers(1, 70), window=st.sampled_from([0, 40, 512]))
+def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
+    data: st.DataObject, fill: int, least: int, window: int
 ) -> None:
-    page_size, block, parts = 16, 32, data.draw(st.integers(1, 70))
+    """Whatever there is beside them: rows of prompts, and empty ones that fill up a graph."""
+    page_size, block = 16, 32
     past = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=40))
     counts = data.draw(st.lists(st.sampled_from([1, 1, 1, 0, 7]), min_size=len(past), max_size=len(past)))
     paged = Paged.of([0] * len(past), 1, 1, 8, page_size)
     paged.lengths[paged.slots.long()] = torch.tensor(past, dtype=torch.int32, device=DEVICE)
-    pages = paged.pages(counts)
-    found = decode.lay_out(pages, fill, parts, block, window).tolist()
-    many, single = 2 * len(past) >= fill, [row for row, count in enumerate(counts) if count == 1]
+    pages = paged.pages(counts, empty=data.draw(st.sampled_from([0, 3, 90])))
+    found = decode.lay_out(pages, fill, least, block, window).tolist()
+    single = [row for row, count in enumerate(counts) if count == 1]
     begins = [max(n + 1 - window, 0) // page_size * page_size if window else 0 for n in past]
-    spans = [past[row] - begins[row] for row in single]
-    shortest = sum(spans) // max(len(single), 1) * 5 // 4 if many else min(sum(spans) // parts, 128)
-    longest = max(-(-sum(spans) // (2 * fill if many else fill)), shortest, block)
-    at = 0
+    total, live = sum(past[row] - begins[row] for row in single), max(len(single), 1)
+    wanted, shortest = (
+        (2 * fill, total // live * 5 // 4) if 2 * len(single) >= fill else (fill, min(total // least, 128))
+    )
+    longest = max(-(-total // wanted), shortest, block)
+    at, counters = 0, set()
     for row in single:
-        mine = [piece for piece in found if piece[0] == row]
-        assert mine == found[at : at + len(mine)]
+        mine = found[at : at + found[at][6]]
         about = (past[row], at, len(mine), int(pages.query_start[row]))
-        assert {(*piece[4:],) for piece in mine} == {about}
-        assert {piece[1] for piece in mine} == {int(paged.slots[row])}
-        bounds = [piece[2] for piece in mine] + [past[row]]
+        assert {(split[0], split[1], *split[4:]) for split in mine} == {(mine[0][0], int(paged.slots[row]), *about)}
+        bounds = [split[2] for split in mine] + [past[row]]
         assert bounds[0] == begins[row]
-        assert [piece[3] for piece in mine] == bounds[1:]
+        assert [split[3] for split in mine] == bounds[1:]
         assert all(0 < b - a < longest + block for a, b in pairwise(bounds)) or not past[row]
         assert all(a % page_size == 0 for a in bounds[:-1])
+        if len(mine) > 1:
+            assert 0 <= mine[0][0] < 2 * fill
+            assert mine[0][0] not in counters, "two rows count at one place"
+            counters.add(mine[0][0])
         at += len(mine)
-    assert all(piece[0] == -1 for piece in found[at:])
+    assert all(split[0] == -1 for split in found[at:])
+
+
+def test_a_step_is_laid_out_once_and_the_next_one_anew() -> None:
+    paged = Paged.of([100, 5], 500, 2, 32, 16)
+    (q, k, v), turn = inputs(2, (4, 2, 32, 32, False, 0, 16))
+    pages = paged.pages([1, 1])
+    for step in range(3):
+        serving.begin_step()
+        for cache in (pages.k_cache, pages.v_cache):  # two layers
+            cache.nan_to_num_(0.5)
+            out = decode.decode_attention(q, k, v, turn, pages, 0.2)
+        want = [
+            paged.attention(turned(q, k, turn)[0][row], row, int(paged.lengths[paged.slots[row]]), 0.2, 0)
+            for row in (0, 1)
+        ]
+        assert error(out, torch.stack(want)) < TOLERANCE
+        paged.lengths[paged.slots.long()] += 100 * (step + 1)
 
 
 def check_prefill(

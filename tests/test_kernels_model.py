@@ -57,7 +57,7 @@ def on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "_has_kernels", lambda x: True)
     monkeypatch.setattr(cuda, "linear", cuda._linear)
     monkeypatch.setattr(cuda, "add_linear", cuda._add_linear)
-    monkeypatch.setattr(cuda, "add_norm", cuda._add_norm)
+    monkeypatch.setattr(cuda, "norm_add", cuda._norm_add)
 
 
 def build(config: PretrainedConfig) -> tuple[Any, Any, Any]:

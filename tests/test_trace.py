@@ -64,11 +64,20 @@ def events(path: Path) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("depth", range(3))
-@pytest.mark.parametrize("limits", [TIGHT, replace(TIGHT, host_pages=20), replace(TIGHT, prefix_cache=False)])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        TIGHT,
+        replace(TIGHT, host_pages=20),
+        replace(TIGHT, prefix_cache=False),
+        replace(TIGHT, multi_step=4, host_pages=20),  # how many, is decided by how long the device took
+    ],
+)
 def test_a_replay_plans_what_the_run_planned(tmp_path: Path, depth: int, limits: Limits) -> None:
     path = tmp_path / "trace.jsonl"
     plans = record(path, depth, limits)
     assert any(len(plan.restores) for plan in plans) == (limits.host_pages > 0)
+    assert any(plan.repeats > 1 for plan in plans) == (limits.multi_step > 1)
     found = replay(str(path))
     assert (found.difference, found.whole) == (None, True)
     aborts = sum(kind == "abort" for kind, _ in events(path))

@@ -71,8 +71,8 @@ def figures(took: float, runs: Sequence[Run], steps: Steps, counts: dict[str, in
         "hit_rate": sum(run.cached_tokens for run in runs) / prompt,
         "idle_share": max(1 - float(steps.busy.sum()) / took, 0.0),
         "steady_idle_share": max(1 - float(steps.busy[part].sum()) / steady, 0.0) if steady else None,
-        "steps": len(steps.at),
-        "step_tokens": computed / len(steps.at),
+        "steps": int(steps.repeats.sum()),
+        "step_tokens": computed / int(steps.repeats.sum()),
         "largest_batch": int(steps.decoding.max()),
         "padding_share": counts["padding_tokens"] / (counts["padding_tokens"] + computed),
     }

@@ -37,6 +37,7 @@ class Steps:
     decoding: Int64  # [steps] rows that decoded
     sampled: Int64  # [steps] tokens that were sampled
     computed: Int64  # [steps] tokens that were computed, those of prompts among them
+    repeats: Int64  # [steps] as how many they count: decode steps may be submitted together
     gaps: Float64  # [gaps] seconds from a request's token to its next
 
     @classmethod
@@ -49,6 +50,7 @@ class Steps:
             np.array([len(plan.decode_slots) for plan in plans], np.int64),
             np.array([len(plan.sampling_slots) for plan in plans], np.int64),
             np.array([plan.tokens for plan in plans], np.int64),
+            np.array([plan.repeats for plan in plans], np.int64),
             _gaps(at, plans),
         )
 

@@ -157,7 +157,8 @@ def bench(
     """Rows of decode steps, one an arm, batch and context, and rows of prefill, one a length: of the last arm."""
     if unknown := sorted(set(arms) - set(ARMS[device.type])):
         raise ConfigError(f"there is no arm {', '.join(unknown)}: take of {', '.join(ARMS[device.type])}")
-    room = {batch: _room(repeats, batch, device) for batch in batches}
+    multi_step = config.multi_step or DEFAULT_MULTI_STEP[device.type]
+    room = {batch: _room(repeats, batch, multi_step) for batch in batches}
     longest = max(room.values())
     sized = replace(
         config,
@@ -222,14 +223,17 @@ def _decode_rows(
     return rows
 
 
-def _room(repeats: int, batch: int, device: torch.device) -> int:
-    """Tokens that a request may grow by, to fill what is in flight, and to be measured and profiled."""
-    most = DEFAULT_MULTI_STEP[device.type] if batch <= 64 else 4  # a large batch's steps are not that short
-    return (repeats + 3) * (_STEPS + 2 * most)
+def _room(repeats: int, batch: int, multi_step: int) -> int:
+    """Tokens that a request may grow by while its batch is measured and profiled.
+
+    A measurement may be longer by the steps that are submitted together, twice. Those of a large batch are too long for
+    many of them, and its room is dear: every arm has pages for it.
+    """
+    return (repeats + 3) * (_STEPS + 2 * (multi_step if batch <= 64 else min(multi_step, 4)))
 
 
 def _pages(page: int, room: Mapping[int, int], contexts: Sequence[int], prefills: Sequence[int]) -> int:
-    """room: of each batch"""
+    """Pages for the largest batch of any context, and for any prompt. room: tokens, of each batch."""
     decoding = [batch * -(-(context + more) // page) for context in contexts for batch, more in room.items()]
     return max(decoding + [-(-(tokens + 2) // page) for tokens in prefills]) + max(room)
 

@@ -171,12 +171,16 @@ class Scheduler:
         """The next step, or None when there is nothing to do until a step in flight lands or a request comes."""
         draft = Draft()
         slots = self.table.ready()
-        if (cramped := self.table.cramped(slots)).size:
+        if (cramped := self.table.cramped(slots, self.limits.multi_step)).size:
             self._drop_behind(cramped)
             if not self._make_room(slots):
                 return None
             slots = self.table.ready()
-            draft.page_writes.append(self._grow_decoding(self.table.cramped(slots)))
+            cramped = self.table.cramped(slots, self.limits.multi_step)
+            if len(cramped) > self.pool.available:
+                cramped = self.table.cramped(slots)  # those that cannot do without
+            if cramped.size:
+                draft.page_writes.append(self._grow_decoding(cramped))
         self._prefill(self.limits.max_step_tokens - len(slots), draft)
         if not len(slots) and not draft.spans:
             return None
@@ -187,7 +191,7 @@ class Scheduler:
         return draft.plan(self._planned, slots, repeats, snapshots)
 
     def _repeats(self, slots: Int32) -> int:
-        """How many decode steps to submit together: what takes little time, for whoever comes next waits for it."""
+        """How many decode steps to submit together: a few ms, as whoever comes next waits for all that is submitted."""
         if self.limits.multi_step == 1 or not self._step_seconds:
             return 1
         most = min(int(MULTI_STEP_SECONDS / self._step_seconds), self.limits.multi_step)
@@ -384,7 +388,7 @@ class Scheduler:
                 reasons[i] = "stop" if stopped[told[i]] else "length"
             at = slots[told]
             ids, pasts = self.table.request_id[at].tolist(), self.table.pasts(at)
-            # Of a slot's tokens, the first that is in the answer, and the one behind the last; a step has so many rows.
+            # Token j of row i stands at i + j * width.
             width, first = tokens.shape[1], rows[told]
             mine = map(slice, first.tolist(), (first + taken[told] * width).tolist(), [width] * len(told))
             each = zip(ids, at.tolist(), mine, reasons, pasts, strict=True)

@@ -96,9 +96,9 @@ class SlotTable:
         ready: Int32 = np.flatnonzero(self.decoding & (self.scheduled + 2 <= self.limit)).astype(np.int32)
         return ready
 
-    def cramped(self, slots: Int32) -> Int32:
-        """Those of `slots` whose pages have no room for the KV of the next token: [rows]."""
-        cramped: Int32 = slots[self.scheduled[slots] >= self.capacity[slots]]
+    def cramped(self, slots: Int32, tokens: int = 1) -> Int32:
+        """Those of `slots` whose pages have no room for the KV of the next tokens that they may have: [rows]."""
+        cramped: Int32 = slots[np.minimum(self.scheduled[slots] + tokens, self.limit[slots] - 1) > self.capacity[slots]]
         return cramped
 
     def room(self, slots: Int32) -> int:

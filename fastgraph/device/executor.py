@@ -115,13 +115,13 @@ class Executor:
             self.padding_tokens += plan.repeats * (size - rows)
             return partial(ladder.replay, size)
         if ladder:
-            self._count_above(rows, ladder)
+            self._count_above(rows, plan.repeats, ladder)
         inputs = self._metadata.refresh_decode_metadata(rows, rows, plan.decode_slots, for_graph_replay=False)
         return partial(self._step, inputs)
 
-    def _count_above(self, rows: int, ladder: CaptureLadder) -> None:
-        self.above_ladder += 1
-        if self.above_ladder == 1:
+    def _count_above(self, rows: int, steps: int, ladder: CaptureLadder) -> None:
+        first, self.above_ladder = not self.above_ladder, self.above_ladder + steps
+        if first:
             message = (
                 f"{rows} requests decode at once, above the {ladder.sizes[-1]} that CUDA graphs were captured for: "
                 f"such steps are slower. max_capture_bs raises the limit"

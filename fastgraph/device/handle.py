@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 
 import torch
 
 from fastgraph.control.plan import Limits, PendingStep, StepPlan
 from fastgraph.device.compiler import CompiledStep
 from fastgraph.device.executor import Executor
+from fastgraph.kernels import serving
 
 
 class DeviceHandle:
@@ -38,9 +40,11 @@ class DeviceHandle:
     def shutdown(self) -> None:
         """Let go of the device's memory. No step may be submitted afterwards."""
         del self._executor, self._step
+        serving.begin_step()  # kernels let go of what they laid out for the last one
         gc.collect()  # torch has made cycles of what built the model
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # of a device that has failed
+                torch.cuda.empty_cache()
 
 
 def _kernel_builds() -> int:

@@ -21,11 +21,11 @@ _LIBRARY.define(
     "Tensor(a!) residual) -> ()"
 )
 
-_LIBRARY.define("add_norm(Tensor x, Tensor weight, float eps, Tensor(a!) residual) -> ()")
+_LIBRARY.define("norm_add(Tensor x, Tensor weight, float eps, Tensor(a!) residual) -> ()")
 
 linear = torch.ops.fastgraph.linear.default
 add_linear = torch.ops.fastgraph.add_linear.default
-add_norm = torch.ops.fastgraph.add_norm.default
+norm_add = torch.ops.fastgraph.norm_add.default
 
 
 def _linear(
@@ -43,7 +43,7 @@ def _add_linear(
         residual.copy_(y)
 
 
-def _add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
+def _norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
     from fastgraph.kernels.norm import rms_norm  # in Triton, which a CPU may lack
 
     rms_norm(x.contiguous(), weight, eps, residual)
@@ -51,7 +51,7 @@ def _add_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
 
 _LIBRARY.impl("linear", _linear, "CUDA")
 _LIBRARY.impl("add_linear", _add_linear, "CUDA")
-_LIBRARY.impl("add_norm", _add_norm, "CUDA")
+_LIBRARY.impl("norm_add", _norm_add, "CUDA")
 
 
 @torch.library.register_fake("fastgraph::linear", lib=_LIBRARY)
@@ -59,7 +59,7 @@ def _(x: Tensor, weight: Tensor, bias: object, norm: object, eps: float, gated: 
     return x.new_empty(x.shape[0], weight.shape[0] // (2 if gated else 1))
 
 
-@torch.library.register_fake("fastgraph::add_norm", lib=_LIBRARY)
+@torch.library.register_fake("fastgraph::norm_add", lib=_LIBRARY)
 @torch.library.register_fake("fastgraph::add_linear", lib=_LIBRARY)
 def _(*_: object) -> None:
     return None

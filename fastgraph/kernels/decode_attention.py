@@ -1,10 +1,11 @@
-"""Attention of one new token a row over its pages, in pieces of like length: norm, rotation and KV write included.
+"""Attention of one new token a row over its pages, in splits of like length: norm, rotation and KV write included.
 
-One program of a single warp takes one kv head of one piece of a row's context; the heads that share the kv head are the
-columns of a tensor-core product, so that every key and value is read once (Flash-Decoding, arXiv:2311.01282). A small
-kernel lays the pieces out, once a step for all layers: long rows are cut so that none keeps the others waiting, and few
-rows so that they fill the machine. It reads the lengths on the device: a launch, and so a captured graph, depends on
-the number of rows alone. The programs of a row count themselves; the last one adds up the parts.
+One program of a single warp takes one kv head of one split, which is a part of a row's context; the heads that share
+the kv head are the columns of a tensor-core product, so that every key and value is read once (Flash-Decoding,
+arXiv:2311.01282). A small kernel lays the splits out, once a step for all layers: long rows are cut so that none keeps
+the others waiting, and few rows so that they fill the machine. It reads the lengths on the device: a launch, and so a
+captured graph, depends on the number of rows alone. The programs of a row count themselves; the last one adds up the
+parts.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from fastgraph.kernels.launch import (
 from fastgraph.kernels.rotary import angles, norm_and_rotate, partner_of
 
 _STAGES = 2  # of the load pipeline: the page numbers, and then the keys and values, of the blocks ahead
-_FIELDS = tl.constexpr(8)  # of a piece: row, slot, begin, end, the row's length, its first piece, its pieces, its token
+_FIELDS = tl.constexpr(
+    8
+)  # of a split: its counter, slot, begin, end, and of its row: length, first split, splits, token
 _PROGRAMS = 16  # for each multiprocessor, to keep it busy
-_LEAST = 64  # programs, below which even short pieces are cut
+_LEAST = 64  # programs, below which even short splits are cut
 _BELOW = tl.constexpr(-1.0e30)  # for a score; -inf would make NaN of an empty block
 _LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -59,9 +62,9 @@ def decode_attention(
     columns = power_of_two(heads // kv_heads)
     block = 32 if head_dim <= 128 else 16  # what the registers hold
     fill = fill_count(kv_heads, multiprocessors(q.device))
-    least = max(_LEAST // kv_heads, 1)
-    laid_out, new = serving.once(("decode_attention", window), lambda: lay_out(pages, fill, least, block, window))
-    most = len(laid_out)
+    sizes = (fill, max(_LEAST // kv_heads, 1), block, window)
+    splits, new = serving.once(("decode_attention", sizes), lambda: lay_out(pages, *sizes))
+    most = len(splits)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     parts = q.new_empty((most, heads, head_dim), dtype=torch.float32)
     totals = q.new_empty((most, heads, 2), dtype=torch.float32)
@@ -77,7 +80,7 @@ def decode_attention(
         pages.k_cache,
         pages.v_cache,
         pages.page_table,
-        laid_out,
+        splits,
         sinks,
         out,
         parts,
@@ -101,41 +104,42 @@ def decode_attention(
         _STAGES,
         overlap,
         num_warps=1,
-        launch_pdl=overlap and not new,  # no later kernel begins before this one, nor this one before the pieces are
+        # Launched plainly it begins when the splits are laid out, and no later kernel begins before it: so all the
+        # others may read them without waiting.
+        launch_pdl=overlap and not new,
     )
     return out
 
 
 def fill_count(kv_heads: int, multiprocessors: int) -> int:
-    """How many pieces keep the machine busy."""
+    """How many splits keep the machine busy."""
     return max(_PROGRAMS * multiprocessors // kv_heads, 1)
 
 
 def lay_out(pages: Pages, fill: int, least: int, block: int, window: int) -> Tensor:
-    """Cut the contexts of all rows of one token: [most, 8] int32 of the pieces; an unused one has row -1.
+    """Cut the contexts of all rows of one token: [most, 8] int32 of the splits; an unused one has counter -1.
 
-    Few rows are cut into about `fill` pieces; but a piece of less than 128 tokens is only worth it where there would
-    not even be `least` of them. Of many rows only those are cut that are longer than the mean by some.
+    Few rows are cut into about `fill` splits; but one of less than 128 tokens is only worth it where there would not
+    even be `least` of them. Of many rows only those are cut that are longer than the mean by some.
     """
     rows = len(pages.slots)
-    many = 2 * rows >= fill
-    wanted = 2 * fill if many else fill  # pieces, if no row ended within one
-    pieces = torch.empty(rows + wanted, _FIELDS.value, dtype=torch.int32, device=pages.slots.device)
+    most = rows + (2 * fill if 2 * rows >= fill else fill)
+    splits = torch.empty(most, _FIELDS.value, dtype=torch.int32, device=pages.slots.device)
     width = 64 if rows <= 64 else power_of_two(len(pages.page_table))  # a kernel for few rows, and one for all others
     sizes = (window, pages.k_cache.shape[1], block, width)
-    _lay_out[(1,)](pages.slots, pages.lengths, pages.query_start, pieces, rows, wanted, int(many), least, *sizes)
-    return pieces
+    _lay_out[(1,)](pages.slots, pages.lengths, pages.query_start, splits, rows, most, fill, least, *sizes)
+    return splits
 
 
-@triton.jit(do_not_specialize=["rows", "wanted", "many", "least"])  # they differ from step to step
+@triton.jit(do_not_specialize=["rows", "most", "fill", "least"])  # they differ from step to step
 def _lay_out(
     slots,
     lengths,
     query_start,
-    pieces,
+    splits,
     rows,
-    wanted,
-    many,
+    most,
+    fill,
     least,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
@@ -150,18 +154,24 @@ def _lay_out(
     begin = tl.zeros_like(n)
     if WINDOW:
         begin = tl.maximum(n + 1 - WINDOW, 0) // PAGE * PAGE
+    # Of the rows of one token, and not of those that are padding or prompts: there may be many of these.
+    live = tl.sum(mine.to(tl.int32))
     total = tl.sum(n - begin)
-    mean = total // tl.maximum(tl.sum(mine.to(tl.int32)), 1)
-    shortest = tl.where(many != 0, mean * 5 // 4, tl.minimum(total // least, 128))
-    longest = tl.maximum(tl.maximum(tl.cdiv(total, wanted), shortest), BLOCK)
+    if 2 * live >= fill:
+        longest = tl.maximum(tl.cdiv(total, 2 * fill), total // tl.maximum(live, 1) * 5 // 4)
+    else:
+        longest = tl.maximum(tl.cdiv(total, fill), tl.minimum(total // least, 128))
+    longest = tl.maximum(longest, BLOCK)
     per = tl.cdiv(tl.cdiv(n - begin, tl.maximum(tl.cdiv(n - begin, longest), 1)), BLOCK) * BLOCK
     per = tl.maximum(per, BLOCK)
     count = tl.where(mine, tl.maximum(tl.cdiv(n - begin, per), 1), 0)
     first = tl.cumsum(count) - count
+    cut = (count > 1).to(tl.int32)
+    counter = tl.cumsum(cut) - cut  # of the rows that are cut, fewer than 2 * fill
     for i in range(tl.max(count)):
-        at = pieces + (first + i) * _FIELDS
+        at = splits + (first + i) * _FIELDS
         lo = begin + i * per
-        tl.store(at, row, mask=i < count)
+        tl.store(at, counter, mask=i < count)
         tl.store(at + 1, slot, mask=i < count)
         tl.store(at + 2, lo, mask=i < count)
         tl.store(at + 3, tl.minimum(lo + per, n), mask=i < count)
@@ -169,8 +179,8 @@ def _lay_out(
         tl.store(at + 5, first, mask=i < count)
         tl.store(at + 6, count, mask=i < count)
         tl.store(at + 7, token, mask=i < count)
-    for start in range(tl.sum(count), rows + wanted, ROWS):
-        tl.store(pieces + (start + row) * _FIELDS, -1, mask=start + row < rows + wanted)
+    for start in range(tl.sum(count), most, ROWS):
+        tl.store(splits + (start + row) * _FIELDS, -1, mask=start + row < most)
 
 
 @triton.jit
@@ -236,7 +246,7 @@ def _decode(
     k_cache,
     v_cache,
     page_table,
-    pieces,
+    splits,
     sinks_ptr,
     out_ptr,
     parts,
@@ -265,18 +275,18 @@ def _decode(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     CELL: tl.constexpr = KV_HEADS * HEAD_DIM
     head = tl.program_id(0)  # the heads of a page lie side by side: programs that run together share DRAM rows
-    piece = tl.program_id(1)
-    at = pieces + piece * _FIELDS
-    row = tl.load(at).to(tl.int64)
+    split = tl.program_id(1)
+    at = splits + split * _FIELDS
+    counter = tl.load(at)
     slot = tl.load(at + 1).to(tl.int64)
     lo = tl.load(at + 2)
     hi = tl.load(at + 3)
     n = tl.load(at + 4)
-    first_piece = tl.load(at + 5)
+    first_split = tl.load(at + 5)
     active = tl.load(at + 6)
     token = tl.load(at + 7).to(tl.int64)
-    if row >= 0:
-        is_last = piece == first_piece + active - 1
+    if counter >= 0:
+        is_last = split == first_split + active - 1
         tail = lo + tl.maximum(tl.cdiv(hi - lo, BLOCK) - 1, 0) * BLOCK
         table = page_table + slot * table_stride
         d = tl.arange(0, HEAD_DIM)
@@ -320,8 +330,8 @@ def _decode(
         acc = tl.zeros((HEAD_DIM, COLUMNS), tl.float32)
         if sinks_ptr is not None:  # as if it were a token before all others, whose value is nothing
             sink = tl.load(sinks_ptr + head * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
-            most = tl.where(piece == first_piece, sink * _LOG2E, most)
-            total = tl.where(piece == first_piece, 1.0, total)
+            most = tl.where(split == first_split, sink * _LOG2E, most)
+            total = tl.where(split == first_split, 1.0, total)
         most, total, acc = _fold(q, k, v, seen, most, total, acc, SCALE, True)
         for first in tl.range(lo, tail, BLOCK, num_stages=STAGES):
             page = tl.load(table + first // PAGE + t // PAGE).to(tl.int64)
@@ -344,15 +354,15 @@ def _decode(
             out_at = (first_head + g)[None, :] * HEAD_DIM + d[:, None]
             tl.store(out_ptr + out_at, (acc / total[None, :]).to(out_ptr.dtype.element_ty), mask=(g < GROUP)[None, :])
         else:
-            part_at = piece * HEADS + head * GROUP + g
+            part_at = split * HEADS + head * GROUP + g
             tl.store(parts + part_at[None, :] * HEAD_DIM + d[:, None], acc, mask=(g < GROUP)[None, :])
             tl.store(totals + part_at * 2, most, mask=g < GROUP)
             tl.store(totals + part_at * 2 + 1, total, mask=g < GROUP)
             tl.debug_barrier()  # every thread's part is written before one of them counts
-            count = counts + row * KV_HEADS + head
+            count = counts + counter * KV_HEADS + head
             if tl.atomic_add(count, 1, sem="acq_rel") == active - 1:
                 tl.store(count, 0)
-                begin = first_piece * HEADS + head * GROUP
+                begin = first_split * HEADS + head * GROUP
                 _combine(
                     parts + begin * HEAD_DIM,
                     totals + begin * 2,
@@ -363,3 +373,5 @@ def _decode(
                     PADDED,
                     HEAD_DIM,
                 )
+    elif OVERLAP and split == 0:  # none is used, and one kernel at least must wait for the one before
+        gdc_wait()

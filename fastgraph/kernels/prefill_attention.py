@@ -31,10 +31,13 @@ def mixed_attention(
 ) -> Tensor:
     """The attention op for a step in which prompts are computed while others decode: rows of any length.
 
-    Which rows have one token is read on the device, so that both kernels run in any case. Arguments as in
+    Which rows have one token is read on the device, so both kernels run in any case. Arguments as in
     `fastgraph.kernels.attention`. In plain PyTorch: `attention_reference`.
     """
-    rotated = serving.kernels(q.device.type)["rotate_and_write"](q, k, v, turn, pages)
+    kernels = serving.kernels(q.device.type)
+    rotated = kernels["rotate_and_write"](q, k, v, turn, pages)
+    if kernels["decode_attention"] is not decode_attention:  # another one was chosen, which has a whole step
+        return prefill_attention(rotated, pages, scale, window, sinks)
     out = prefill_attention(rotated, pages, scale, window, sinks, single=False)
     return decode_attention(q, k, v, turn, pages, scale, window, sinks, out)
 
