@@ -29,6 +29,7 @@ __all__ = [
     "rms_norm",
     "rope_parameters",
     "rotary",
+    "route",
 ]
 
 Activation = Literal["silu", "gelu"]
@@ -103,6 +104,18 @@ def norm_add(residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
         return residual.add_(rms_norm(x, norm.weight, norm.eps))
     cuda.norm_add(x, norm.weight, norm.eps, residual)
     return residual
+
+
+def route(logits: Tensor, top_k: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+    """The experts that each token goes to: the `top_k` likeliest, and their weights, by softmax over all experts.
+
+    logits: [tokens, experts] -> weights [tokens, top_k] float32, ids [tokens, top_k] int64, in any order. `normalised`
+    makes the weights of each token add up to 1.
+    """
+    if not _has_kernels(logits):
+        return _experts.route_reference(logits, top_k, normalised)
+    weights, ids = cuda.route(logits, top_k, normalised)
+    return weights, ids
 
 
 def experts(

@@ -133,8 +133,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = ops.rms_norm(x, self.norm.weight, self.norm.eps)
-        scores, ids = ops.linear(y, self.router).topk(self.top_k, sorted=False)  # [tokens, top_k] each
-        weights = scores.softmax(-1, dtype=torch.float32)
+        weights, ids = ops.route(ops.linear(y, self.router), self.top_k, normalised=True)  # [tokens, top_k] each
         biases = (self.gate_up_bias, self.down_bias)
         return ops.experts(y, self.gate_up, self.down, weights, ids, residual=x, biases=biases, limit=self.limit)
 

@@ -114,9 +114,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = ops.rms_norm(x, self.norm.weight, self.norm.eps)
-        shares = ops.linear(y, self.router).softmax(-1, dtype=torch.float32)  # [tokens, experts]
-        weights, ids = shares.topk(self.top_k, sorted=False)  # [tokens, top_k] each
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights, ids = ops.route(ops.linear(y, self.router), self.top_k, normalised=True)  # [tokens, top_k] each
         return ops.experts(y, self.gate_up, self.down, weights, ids, residual=x)
 
 

@@ -138,10 +138,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = ops.rms_norm(x, self.norm.weight, self.norm.eps)
-        shares = ops.linear(y, self.router).softmax(-1, dtype=torch.float32)  # [tokens, experts]
-        weights, ids = shares.topk(self.top_k, sorted=False)  # [tokens, top_k] each
-        if self.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
+        logits = ops.linear(y, self.router)  # [tokens, experts]
+        weights, ids = ops.route(logits, self.top_k, normalised=self.normalised)  # [tokens, top_k] each
         return ops.experts(y, self.gate_up, self.down, weights, ids, residual=x)
 
 

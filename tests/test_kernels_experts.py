@@ -7,7 +7,7 @@ import torch
 from kernel_helpers import DEVICE, DTYPE, TOLERANCE, error, gpu, load, randn
 from torch import Tensor
 
-from fastgraph.kernels.experts import experts_reference
+from fastgraph.kernels.experts import experts_reference, route_reference
 
 (experts,) = load("experts_triton")
 
@@ -168,3 +168,32 @@ def test_a_captured_graph_follows_another_routing() -> None:
             graph.replay()
             assert torch.equal(out, experts.experts(*args))
             assert error(out, answer(*args)) < TOLERANCE
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize(("count", "top_k"), [(1, 1), (4, 2), (8, 1), (60, 4), (128, 8), (6, 6)])
+def test_each_token_goes_to_its_likeliest_experts(count: int, top_k: int, normalised: bool) -> None:
+    logits = torch.stack([torch.randperm(count, device=DEVICE) for _ in range(21)]).to(DTYPE) / 8  # no two are alike
+    weights, ids = experts.route(logits, top_k, normalised)
+    shares = logits.double().softmax(-1)
+    best = shares.topk(top_k, sorted=False)
+    assert torch.equal(ids.sort(-1).values, best.indices.sort(-1).values)
+    want = shares.gather(1, ids)
+    assert error(weights, want / want.sum(-1, keepdim=True) if normalised else want) < 1e-5
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int64)
+    known, named = route_reference(logits, top_k, normalised)
+    assert torch.equal(named.sort(-1).values, ids.sort(-1).values)
+    assert error(known.gather(1, named.argsort(-1)), weights.gather(1, ids.argsort(-1))) < 1e-5
+
+
+def test_whatever_the_logits_each_token_goes_to_different_experts_that_exist() -> None:
+    nan, inf = torch.nan, torch.inf
+    logits = torch.tensor(
+        [[nan] * 5, [-inf] * 5, [0.0] * 5, [nan, 1.0, nan, 2.0, -inf], [inf, nan, inf, 0.0, -1.0]], device=DEVICE
+    )
+    for top_k in (1, 3, 5):
+        _, ids = experts.route(logits, top_k, True)
+        for row in ids.tolist():
+            assert len(set(row)) == top_k
+            assert all(0 <= expert < 5 for expert in row)
+    assert experts.route(logits, 2, True)[1][3].tolist() == [3, 1]

@@ -58,6 +58,7 @@ def on_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "linear", cuda._linear)
     monkeypatch.setattr(cuda, "add_linear", cuda._add_linear)
     monkeypatch.setattr(cuda, "norm_add", cuda._norm_add)
+    monkeypatch.setattr(cuda, "route", cuda._route)
 
 
 def build(config: PretrainedConfig) -> tuple[Any, Any, Any]:

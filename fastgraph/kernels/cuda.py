@@ -1,8 +1,8 @@
 """The linears as a GPU runs them: opaque to the compiler, because they pick their kernel by the real batch.
 
 A compiled graph serves every number of rows. What is best for one row is not best for a thousand, so the choice is
-made inside the op, when it is called or captured. The norm behind a linear is here because the compiler would make two
-kernels of it, neither of which overlaps with those around it.
+made inside the op, when it is called or captured. The norm behind a linear and the choice of experts are here because
+the compiler would make several kernels of each, which do not overlap with those around them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ _LIBRARY.define(
 )
 
 _LIBRARY.define("norm_add(Tensor x, Tensor weight, float eps, Tensor(a!) residual) -> ()")
+_LIBRARY.define("route(Tensor logits, int top_k, bool normalised) -> (Tensor, Tensor)")
 
 linear = torch.ops.fastgraph.linear.default
 add_linear = torch.ops.fastgraph.add_linear.default
 norm_add = torch.ops.fastgraph.norm_add.default
+route = torch.ops.fastgraph.route.default
 
 
 def _linear(
@@ -49,9 +51,16 @@ def _norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
     rms_norm(x.contiguous(), weight, eps, residual)
 
 
+def _route(logits: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    from fastgraph.kernels import experts_triton
+
+    return experts_triton.route(logits, top_k, normalised)
+
+
 _LIBRARY.impl("linear", _linear, "CUDA")
 _LIBRARY.impl("add_linear", _add_linear, "CUDA")
 _LIBRARY.impl("norm_add", _norm_add, "CUDA")
+_LIBRARY.impl("route", _route, "CUDA")
 
 
 @torch.library.register_fake("fastgraph::linear", lib=_LIBRARY)
@@ -63,3 +72,9 @@ def _(x: Tensor, weight: Tensor, bias: object, norm: object, eps: float, gated: 
 @torch.library.register_fake("fastgraph::add_linear", lib=_LIBRARY)
 def _(*_: object) -> None:
     return None
+
+
+@torch.library.register_fake("fastgraph::route", lib=_LIBRARY)
+def _(logits: Tensor, top_k: int, *_: object) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)

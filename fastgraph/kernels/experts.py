@@ -49,6 +49,12 @@ def experts_reference(
     return out if residual is None else residual + out
 
 
+def route_reference(logits: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Arguments and results as of `fastgraph.ops.route`."""
+    weights, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k, sorted=False)
+    return weights / weights.sum(-1, keepdim=True) if normalised else weights, ids
+
+
 def swiglu_reference(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """silu(gate) * up (arXiv:2002.05202); where `limit` > 0, as in transformers' models/gpt_oss/modeling_gpt_oss.py."""
     if not limit:

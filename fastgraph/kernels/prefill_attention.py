@@ -36,7 +36,8 @@ def mixed_attention(
     """
     kernels = serving.kernels(q.device.type)
     rotated = kernels["rotate_and_write"](q, k, v, turn, pages)
-    if kernels["decode_attention"] is not decode_attention:  # another one was chosen, which has a whole step
+    # A prompt is alone, or another decode attention was chosen, which has a step to itself.
+    if len(pages.slots) == 1 or kernels["decode_attention"] is not decode_attention:
         return prefill_attention(rotated, pages, scale, window, sinks)
     out = prefill_attention(rotated, pages, scale, window, sinks, single=False)
     return decode_attention(q, k, v, turn, pages, scale, window, sinks, out)
