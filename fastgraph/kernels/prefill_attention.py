@@ -31,8 +31,8 @@ def mixed_attention(
 ) -> Tensor:
     """The attention op for a step in which prompts are computed while others decode: rows of any length.
 
-    Which rows have one token is read on the device, so both kernels run in any case. Arguments as in
-    `fastgraph.kernels.attention`. In plain PyTorch: `attention_reference`.
+    Which rows have one token is read on the device: where there are several rows, both kernels run in any case.
+    Arguments as in `fastgraph.kernels.attention`. In plain PyTorch: `attention_reference`.
     """
     kernels = serving.kernels(q.device.type)
     rotated = kernels["rotate_and_write"](q, k, v, turn, pages)
