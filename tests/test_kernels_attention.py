@@ -117,10 +117,10 @@ def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
     single = [row for row, count in enumerate(counts) if count == 1]
     begins = [max(n + 1 - window, 0) // page_size * page_size if window else 0 for n in past]
     total, live = sum(past[row] - begins[row] for row in single), max(len(single), 1)
-    wanted, shortest = (
-        (2 * fill, total // live * 5 // 4) if 2 * len(single) >= fill else (fill, min(total // least, 128))
-    )
-    longest = max(-(-total // wanted), shortest, block)
+    if 2 * len(single) >= fill:
+        longest = max(-(-total // (2 * fill)), total // live * 5 // 4, block)
+    else:
+        longest = max(-(-total // (2 * fill)), min(-(-total // fill), 256), min(total // least, 128), block)
     at, counters = 0, set()
     for row in single:
         mine = found[at : at + found[at][6]]
@@ -129,7 +129,9 @@ def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
         bounds = [split[2] for split in mine] + [past[row]]
         assert bounds[0] == begins[row]
         assert [split[3] for split in mine] == bounds[1:]
-        assert all(0 < b - a < longest + block for a, b in pairwise(bounds)) or not past[row]
+        most = max(longest, -(-(past[row] - begins[row]) // (8 * least)))
+        assert all(0 < b - a < most + block for a, b in pairwise(bounds)) or not past[row]
+        assert len(mine) <= 8 * least
         assert all(a % page_size == 0 for a in bounds[:-1])
         if len(mine) > 1:
             assert 0 <= mine[0][0] < 2 * fill

@@ -119,11 +119,12 @@ def fill_count(kv_heads: int, multiprocessors: int) -> int:
 def lay_out(pages: Pages, fill: int, least: int, block: int, window: int) -> Tensor:
     """Cut the contexts of all rows of one token: [most, 8] int32 of the splits; an unused one has counter -1.
 
-    Few rows are cut into about `fill` splits; but one of less than 128 tokens is only worth it where there would not
-    even be `least` of them. Of many rows only those are cut that are longer than the mean by some.
+    Few rows are cut into about `fill` splits, or twice as many if these have 256 tokens still; but one of less than 128
+    tokens is only worth it where there would not even be `least` of them. Of many rows only those are cut that are
+    longer than the mean by some. A row has at most 8 * `least` splits: to add them up takes time, one after the other.
     """
     rows = len(pages.slots)
-    most = rows + (2 * fill if 2 * rows >= fill else fill)
+    most = min(rows + 2 * fill, rows * 8 * least)
     splits = torch.empty(most, _FIELDS.value, dtype=torch.int32, device=pages.slots.device)
     width = 64 if rows <= 64 else power_of_two(len(pages.page_table))  # a kernel for few rows, and one for all others
     sizes = (window, pages.k_cache.shape[1], block, width)
@@ -160,10 +161,11 @@ def _lay_out(
     if 2 * live >= fill:
         longest = tl.maximum(tl.cdiv(total, 2 * fill), total // tl.maximum(live, 1) * 5 // 4)
     else:
-        longest = tl.maximum(tl.cdiv(total, fill), tl.minimum(total // least, 128))
-    longest = tl.maximum(longest, BLOCK)
-    per = tl.cdiv(tl.cdiv(n - begin, tl.maximum(tl.cdiv(n - begin, longest), 1)), BLOCK) * BLOCK
-    per = tl.maximum(per, BLOCK)
+        longest = tl.maximum(tl.cdiv(total, 2 * fill), tl.minimum(tl.cdiv(total, fill), 256))
+        longest = tl.maximum(longest, tl.minimum(total // least, 128))
+    bound = tl.maximum(tl.cdiv(n - begin, 8 * least), tl.maximum(longest, BLOCK))  # [rows], of a split's length
+    even = tl.cdiv(n - begin, tl.maximum(tl.cdiv(n - begin, bound), 1))
+    per = tl.maximum(tl.cdiv(even, BLOCK) * BLOCK, BLOCK)
     count = tl.where(mine, tl.maximum(tl.cdiv(n - begin, per), 1), 0)
     first = tl.cumsum(count) - count
     cut = (count > 1).to(tl.int32)
