@@ -30,9 +30,8 @@ from fastgraph.kernels.launch import (
 from fastgraph.kernels.rotary import angles, norm_and_rotate, partner_of
 
 _STAGES = 2  # of the load pipeline: the page numbers, and then the keys and values, of the blocks ahead
-_FIELDS = tl.constexpr(
-    8
-)  # of a split: its counter, slot, begin, end, and of its row: length, first split, splits, token
+# Of a split: the counter of its row, slot, begin, end; and of the row: length, first split, number of splits, token.
+_FIELDS = tl.constexpr(8)
 _PROGRAMS = 16  # for each multiprocessor, to keep it busy
 _LEAST = 64  # programs, below which even short splits are cut
 _BELOW = tl.constexpr(-1.0e30)  # for a score; -inf would make NaN of an empty block
@@ -214,7 +213,8 @@ def _combine(
     HEAD_DIM: tl.constexpr,
 ):
     """Weigh the parts of one kv head by their shares of the softmax, and add them up."""
-    STEP: tl.constexpr = 4096 // (PADDED * HEAD_DIM)  # splits at once: what the registers hold
+    WIDTH: tl.constexpr = PADDED * HEAD_DIM
+    STEP: tl.constexpr = 4096 // WIDTH if WIDTH < 4096 else 1  # splits at once: what the registers hold
     g = tl.arange(0, PADDED)
     d = tl.arange(0, HEAD_DIM)
     most = tl.full((PADDED,), _BELOW, tl.float32)
