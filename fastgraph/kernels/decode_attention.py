@@ -214,7 +214,7 @@ def _combine(
 ):
     """Weigh the parts of one kv head by their shares of the softmax, and add them up."""
     WIDTH: tl.constexpr = PADDED * HEAD_DIM
-    STEP: tl.constexpr = 4096 // WIDTH if WIDTH < 4096 else 1  # splits at once: what the registers hold
+    STEP: tl.constexpr = 2048 // WIDTH if WIDTH < 2048 else 1  # splits at once: what the registers hold
     g = tl.arange(0, PADDED)
     d = tl.arange(0, HEAD_DIM)
     most = tl.full((PADDED,), _BELOW, tl.float32)
