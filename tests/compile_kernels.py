@@ -66,14 +66,14 @@ def main() -> None:
                 for rows in (1, 7, 300):
                     problems.answer(op, kernel, problems.problem(op, signature, rows))
     # What no op calls by itself.
-    from fastgraph.kernels import experts_triton, linear, norm
+    from fastgraph.kernels import linear, norm, routing
 
     x, wide = torch.zeros(9, 1024, dtype=torch.bfloat16), torch.ones(1024)
     norm.rms_norm(x, wide, 1e-6, x.clone())
     for rows in (1, 9, 300):
         linear.linear(x[:1].expand(rows, -1).contiguous(), x.new_zeros(512, 1024), gated=True, activation="gelu")
     for count, top_k in ((128, 8), (8, 2)):
-        experts_triton.route(x[:, :count].contiguous(), top_k, True)
+        routing.route(x[:, :count].contiguous(), top_k, True)
 
 
 if __name__ == "__main__":

@@ -300,7 +300,7 @@ class SimulatedDevice:
             tokens.append(token)
             chosen.append(logprob(sequence))
         slots = [tenant.admission.slot for tenant in tenants]
-        assert slots * plan.repeats == plan.sampling_slots.tolist()
+        assert slots == plan.sampling_slots.tolist()
         logprobs = None
         if any(tenant.admission.sampling.logprobs for tenant in tenants):
             # The alternatives: the token itself and its successor, a little less likely.

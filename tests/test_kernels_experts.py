@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastgraph.kernels.experts import experts_reference, route_reference
 
-(experts,) = load("experts_triton")
+experts, router = load("experts_triton", "routing")
 
 
 def answer(
@@ -174,7 +174,7 @@ def test_a_captured_graph_follows_another_routing() -> None:
 @pytest.mark.parametrize(("count", "top_k"), [(1, 1), (4, 2), (8, 1), (60, 4), (128, 8), (6, 6)])
 def test_each_token_goes_to_its_likeliest_experts(count: int, top_k: int, normalised: bool) -> None:
     logits = torch.stack([torch.randperm(count, device=DEVICE) for _ in range(21)]).to(DTYPE) / 8  # no two are alike
-    weights, ids = experts.route(logits, top_k, normalised)
+    weights, ids = router.route(logits, top_k, normalised)
     shares = logits.double().softmax(-1)
     best = shares.topk(top_k, sorted=False)
     assert torch.equal(ids.sort(-1).values, best.indices.sort(-1).values)
@@ -192,8 +192,8 @@ def test_whatever_the_logits_each_token_goes_to_different_experts_that_exist() -
         [[nan] * 5, [-inf] * 5, [0.0] * 5, [nan, 1.0, nan, 2.0, -inf], [inf, nan, inf, 0.0, -1.0]], device=DEVICE
     )
     for top_k in (1, 3, 5):
-        _, ids = experts.route(logits, top_k, True)
+        _, ids = router.route(logits, top_k, True)
         for row in ids.tolist():
             assert len(set(row)) == top_k
             assert all(0 <= expert < 5 for expert in row)
-    assert experts.route(logits, 2, True)[1][3].tolist() == [3, 1]
+    assert router.route(logits, 2, True)[1][3].tolist() == [3, 1]

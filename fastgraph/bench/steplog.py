@@ -48,7 +48,7 @@ class Steps:
             np.array(at, np.float64),
             np.array(busy, np.float64),
             np.array([len(plan.decode_slots) for plan in plans], np.int64),
-            np.array([len(plan.sampling_slots) for plan in plans], np.int64),
+            np.array([plan.repeats * len(plan.sampling_slots) for plan in plans], np.int64),
             np.array([plan.tokens for plan in plans], np.int64),
             np.array([plan.repeats for plan in plans], np.int64),
             _gaps(at, plans),
@@ -71,7 +71,7 @@ def _gaps(at: Sequence[float], plans: Sequence[StepPlan]) -> Float64:
     found = [np.empty(0)]
     for now, plan in zip(at, plans, strict=True):
         before[[admission.slot for admission in plan.admissions if admission.slot <= slots]] = np.nan
-        found.append(now - before[plan.sampling_slots[: len(plan.sampling_slots) // plan.repeats]])
+        found.append(now - before[plan.sampling_slots])
         found.append(np.zeros(len(plan.decode_slots) * (plan.repeats - 1)))  # they come together
         before[plan.sampling_slots] = now
     gaps = np.concatenate(found)

@@ -24,7 +24,7 @@ from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.plan import PendingStep, StepPlan
 from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.states import Request
-from fastgraph.device.builder import DEFAULT_MULTI_STEP, build_device, settle_compile, settle_depth
+from fastgraph.device.builder import build_device, settle_compile, settle_depth, settle_multi_step
 from fastgraph.errors import ConfigError
 from fastgraph.loading.checkpoint import Checkpoint
 
@@ -157,8 +157,7 @@ def bench(
     """Rows of decode steps, one an arm, batch and context, and rows of prefill, one a length: of the last arm."""
     if unknown := sorted(set(arms) - set(ARMS[device.type])):
         raise ConfigError(f"there is no arm {', '.join(unknown)}: take of {', '.join(ARMS[device.type])}")
-    multi_step = config.multi_step or DEFAULT_MULTI_STEP[device.type]
-    room = {batch: _room(repeats, batch, multi_step) for batch in batches}
+    room = {batch: _room(repeats, batch, settle_multi_step(config, device)) for batch in batches}
     longest = max(room.values())
     sized = replace(
         config,

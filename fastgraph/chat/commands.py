@@ -232,10 +232,8 @@ def edited(text: str) -> str:
 
 
 def _table() -> Table:
-    table = Table.grid(
-        Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2)
-    )  # nothing is cut where it is narrow
-    return table
+    """Of two columns, in which nothing is cut where it is narrow."""
+    return Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2))
 
 
 def _last_question(chat: Chat) -> str:

@@ -80,9 +80,9 @@ class StepPlan:
 
     @cached_property
     def sampling_slots(self) -> Int32:
-        """The slots whose next token is sampled, in the order of the result's rows: of each step, then of the spans."""
+        """The slots whose next token a step samples, in the order of the result's rows: decode rows, then spans."""
         ends = np.array([span.slot for span in self.spans if span.samples], np.int32)
-        return np.concatenate([*[self.decode_slots] * self.repeats, ends])
+        return np.concatenate([self.decode_slots, ends])
 
     @property
     def tokens(self) -> int:
@@ -104,7 +104,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The tokens a plan's steps sampled; row i belongs to `plan.sampling_slots[i]`."""
+    """The tokens a plan's steps sampled, one step's behind the other's, each in the order of `plan.sampling_slots`."""
 
     tokens: Int32  # [rows]
     logprobs: Logprobs | None  # None when no row asked

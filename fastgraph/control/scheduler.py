@@ -376,9 +376,8 @@ class Scheduler:
         if not plan.spans:
             self._step_seconds = result.seconds / plan.repeats
         tokens = result.tokens.reshape(plan.repeats, -1)
-        sampling = plan.sampling_slots[: tokens.shape[1]]
-        rows = np.flatnonzero(self.table.running[sampling])
-        slots = sampling[rows]
+        rows = np.flatnonzero(self.table.running[plan.sampling_slots])
+        slots = plan.sampling_slots[rows]
         taken, stopped, full = self.table.land(slots, tokens[:, rows])
         told = np.flatnonzero(stopped | full | self.table.incremental[slots])
         outputs: list[Output] = []

@@ -32,7 +32,6 @@ Progress = Callable[[str, float | None], None]
 # What a machine is given where the user leaves it open.
 DEFAULT_DECODE_BS = {"cpu": 32, "cuda": 256}
 DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
-DEFAULT_MULTI_STEP = {"cpu": 1, "cuda": 8}  # a CPU's steps are long
 HOST_KV_GB = {"cpu": 0.0, "cuda": 4.0}  # pages that are pushed out of a CPU's memory would go to the same memory
 CPU_SHARE = 0.25  # of all memory, for keys and values: others use it too
 GPU_HEADROOM = 0.02  # of all memory, left free: allocations of unlike sizes leave gaps
@@ -72,6 +71,11 @@ def settle_depth(config: EngineConfig, device: torch.device) -> int:
     if config.in_flight_depth is not None:
         return config.in_flight_depth
     return 0 if device.type == "cpu" else 2
+
+
+def settle_multi_step(config: EngineConfig, device: torch.device) -> int:
+    """Decode steps that may be submitted together. A CPU's steps are long."""
+    return config.multi_step or (1 if device.type == "cpu" else 8)
 
 
 def build_device(
@@ -162,9 +166,8 @@ def _limits(config: EngineConfig, shape: Any, vocab: int, device: torch.device) 
             f"on beside a full batch; it is {step_tokens}"
         )
     window = getattr(shape, "lookback", 0)  # which the models have whose layers all look back the same window
-    multi_step = config.multi_step or DEFAULT_MULTI_STEP[device.type]
-    pages = slots * -(-asked // size)
-    return Limits(slots, pages, size, asked, step_tokens, vocab, window=window, multi_step=multi_step)
+    pages, together = slots * -(-asked // size), settle_multi_step(config, device)
+    return Limits(slots, pages, size, asked, step_tokens, vocab, window=window, multi_step=together)
 
 
 def _fit_pages(config: EngineConfig, limits: Limits, taken: int, page_bytes: int, device: torch.device) -> Limits:

@@ -52,9 +52,9 @@ def _norm_add(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
 
 
 def _route(logits: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    from fastgraph.kernels import experts_triton
+    from fastgraph.kernels import routing
 
-    return experts_triton.route(logits, top_k, normalised)
+    return routing.route(logits, top_k, normalised)
 
 
 _LIBRARY.impl("linear", _linear, "CUDA")

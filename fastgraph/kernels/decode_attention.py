@@ -34,6 +34,7 @@ _STAGES = 2  # of the load pipeline: the page numbers, and then the keys and val
 _FIELDS = tl.constexpr(8)
 _PROGRAMS = 16  # for each multiprocessor, to keep it busy
 _LEAST = 64  # programs, below which even short splits are cut
+_MOST = tl.constexpr(8)  # times `least`: the splits of a row
 _BELOW = tl.constexpr(-1.0e30)  # for a score; -inf would make NaN of an empty block
 _LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -120,10 +121,10 @@ def lay_out(pages: Pages, fill: int, least: int, block: int, window: int) -> Ten
 
     Few rows are cut into about `fill` splits, or twice as many if these have 256 tokens still; but one of less than 128
     tokens is only worth it where there would not even be `least` of them. Of many rows only those are cut that are
-    longer than the mean by some. A row has at most 8 * `least` splits: to add them up takes time, one after the other.
+    longer than the mean by some. A row has `_MOST` * `least` splits at most: they are added up one after the other.
     """
     rows = len(pages.slots)
-    most = min(rows + 2 * fill, rows * 8 * least)
+    most = min(rows + 2 * fill, rows * _MOST.value * least)
     splits = torch.empty(most, _FIELDS.value, dtype=torch.int32, device=pages.slots.device)
     width = 64 if rows <= 64 else power_of_two(len(pages.page_table))  # a kernel for few rows, and one for all others
     sizes = (window, pages.k_cache.shape[1], block, width)
@@ -162,7 +163,7 @@ def _lay_out(
     else:
         longest = tl.maximum(tl.cdiv(total, 2 * fill), tl.minimum(tl.cdiv(total, fill), 256))
         longest = tl.maximum(longest, tl.minimum(total // least, 128))
-    bound = tl.maximum(tl.cdiv(n - begin, 8 * least), tl.maximum(longest, BLOCK))  # [rows], of a split's length
+    bound = tl.maximum(tl.cdiv(n - begin, _MOST * least), tl.maximum(longest, BLOCK))  # [rows], of a split's length
     even = tl.cdiv(n - begin, tl.maximum(tl.cdiv(n - begin, bound), 1))
     per = tl.maximum(tl.cdiv(even, BLOCK) * BLOCK, BLOCK)
     count = tl.where(mine, tl.maximum(tl.cdiv(n - begin, per), 1), 0)
