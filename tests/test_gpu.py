@@ -119,7 +119,7 @@ def test_requests_that_make_room_go_on_where_they_were(
     sampling = {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "max_tokens": 60}
     want = [completion.token_ids for completion in answers(captured, ROWS, **sampling)]
     monkeypatch.setattr("fastgraph.control.scheduler.Forecast", Careless)
-    with load(folder, kv_pages=30, host_kv_gb=host_kv_gb) as llm:
+    with load(folder, kv_pages=26, host_kv_gb=host_kv_gb) as llm:
         assert [completion.token_ids for completion in answers(llm, ROWS, **sampling)] == want
         assert llm.stats()["preemptions"] > 3
 
@@ -134,7 +134,7 @@ def test_answers_that_share_their_prompt_are_those_that_do_not(folder: Path, cap
 
 
 def test_the_device_says_how_long_each_step_took_and_how_much_of_it_was_padding(folder: Path) -> None:
-    with load(folder) as llm:
+    with load(folder, max_capture_tokens=0) as llm:  # only decode steps are padded
         log, before = StepLog(), llm.stats()["padding_tokens"]
         llm.engine.observe(log)
         began = perf_counter()

@@ -17,6 +17,7 @@ from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.states import Request
 from fastgraph.device.builder import build_device
 from fastgraph.device.handle import DeviceHandle
+from fastgraph.device.ladder import rungs, token_rungs
 from fastgraph.loading.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -107,12 +108,19 @@ def test_nothing_is_read_or_written_outside_the_pages_of_live_requests(folder: P
 def test_steps_with_prompts_give_the_same_tokens_captured_or_not(folder: Path, tokens: int) -> None:
     """Prompts that fill their graphs and some that leave padding, many in one step, and chunks above the ladder."""
     options: dict[str, Any] = {"max_decode_bs": 12, "max_step_tokens": 600}
-    prompts = random_prompts(1, 16, 15, 17, 2, 95, 96, 97, 300, 900, 3, 64)
-    want = serve(build(folder, **options, **EAGER), prompts, 20)
-    device = build(folder, **options, max_capture_tokens=tokens)
-    before = device.counters()["padding_tokens"]
-    assert serve(device, prompts, 20) == want
-    assert (device.counters()["padding_tokens"] > before) == (tokens > 0)
+    rounds = [random_prompts(*each) for each in ([1], [16], [15], [5, 3, 9], [95], [96], [97], [300])]
+    rounds.append(random_prompts(1, 16, 15, 17, 2, 95, 96, 97, 300, 900, 3, 64))
+    eager, device = build(folder, **options, **EAGER), build(folder, **options, max_capture_tokens=tokens)
+    plans: list[StepPlan] = []
+    for prompts in rounds:
+        assert serve(device, prompts, 20, plans) == serve(eager, prompts, 20)
+    decode, mixed = rungs(12), token_rungs(tokens, 12)
+    decoded = [len(plan.decode_slots) for plan in plans if not plan.spans for _ in range(plan.repeats)]
+    captured = [plan.tokens for plan in plans if plan.spans and plan.tokens <= max(mixed, default=0)]
+    assert len(captured) == {0: 0, 16: 3, 96: 6, 512: 9}[tokens]
+    padding = sum(min(size for size in decode if size >= rows) - rows for rows in decoded)
+    padding += sum(min(size for size in mixed if size >= count) - count for count in captured)
+    assert device.counters()["padding_tokens"] == padding
     assert device.counters()["kernel_builds"] == 0
 
 
