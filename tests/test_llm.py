@@ -151,7 +151,8 @@ def test_chunked_preempted_and_several_steps_in_flight_give_what_the_batch_gave(
 def test_several_decode_steps_at_once_give_what_single_ones_gave(
     llm: fastgraph.LLM, answers: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastgraph.control.scheduler.MULTI_STEP_SECONDS", 1e9)
+    monkeypatch.setattr("fastgraph.control.pace.LONGEST", 1e9)
+    monkeypatch.setattr("fastgraph.control.pace.SHORTEST", 1e9)
     penalised = {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": True}
     stop = answers[1].text[10:14]
     asks: list[tuple[str, dict[str, Any]]] = [

@@ -49,7 +49,7 @@ def test_several_prompts_share_a_step_and_the_last_one_is_cut() -> None:
     driver.finish()
 
 
-@pytest.mark.parametrize(("seconds", "most"), [(0.0, 1), (0.01, 1), (0.001, 5), (0.0001, 8)])
+@pytest.mark.parametrize(("seconds", "most"), [(0.0, 1), (0.01, 2), (0.002, 3), (0.001, 5), (0.0001, 8)])
 def test_short_decode_steps_are_planned_together(seconds: float, most: int) -> None:
     driver = Driver(limits_of(multi_step=8))
     driver.device.step_seconds = seconds
@@ -59,6 +59,22 @@ def test_short_decode_steps_are_planned_together(seconds: float, most: int) -> N
     assert repeats[:2] == [1, 1]  # the prompt, and the step that shows how long one takes
     assert max(repeats) == most
     assert sum(repeats) == 40
+
+
+def test_the_longer_nobody_came_the_more_steps_are_planned_together() -> None:
+    driver = Driver(limits_of(slots=2, pages=64, max_model_len=120, multi_step=8))
+    driver.device.step_seconds = 0.004
+    driver.submit(make_request(1, 3, 110))
+    while driver.scheduler.table.known[1] < 70:
+        driver.step()
+    alone = [plan.repeats for plan in driver.device.plans]
+    assert alone == sorted(alone)
+    assert alone[:20] == [1] * 20  # 80 ms, of which a tenth is two steps
+    assert alone[20:23] == [2] * 3
+    assert max(alone) == 6  # 25 ms, and never more
+    driver.submit(make_request(2, 3, 30))
+    driver.finish()
+    assert {plan.repeats for plan in driver.device.plans[len(alone) : len(alone) + 19]} == {1}
 
 
 def test_decode_steps_are_planned_one_by_one_while_somebody_waits() -> None:

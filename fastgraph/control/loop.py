@@ -113,8 +113,13 @@ class EngineLoop:
             future.set_exception(error)
 
     def _submit(self) -> None:
-        while len(self._in_flight) <= self._depth and (plan := self._plan()):
+        while self._may_submit() and (plan := self._plan()):
             self._in_flight.append((plan, self._device.execute(plan)))
+
+    def _may_submit(self) -> bool:
+        """Two plans are enough if the later one is of several steps: it is long, and who comes next waits for it."""
+        enough = len(self._in_flight) > 1 and self._in_flight[-1][0].repeats > 1
+        return len(self._in_flight) <= self._depth and not enough
 
     def _plan(self) -> StepPlan | None:
         plan = self.scheduler.plan()

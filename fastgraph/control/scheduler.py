@@ -10,6 +10,7 @@ import numpy as np
 
 from fastgraph.control.draft import Draft
 from fastgraph.control.forecast import Forecast, peak
+from fastgraph.control.pace import Pace
 from fastgraph.control.pages import Lease, PagePool
 from fastgraph.control.plan import Admission, Int32, Limits, Logprobs, PrefillSpan, StepPlan, StepResult
 from fastgraph.control.policy import Policy, first_come
@@ -39,7 +40,6 @@ from fastgraph.control.table import SlotTable
 from fastgraph.errors import RequestError
 
 PAGES_AHEAD = 4  # pages a decoding slot is given at once, so that most steps change no page table
-MULTI_STEP_SECONDS = 0.005  # that decode steps may take which are submitted together
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Scheduler:
         self._snapshots: list[Int32] = []  # for the next plan, each [pages, 2]
         self._planned = 0  # number of the newest step
         self._landed = 0  # number of the newest step whose result is in
-        self._step_seconds = 0.0  # that the device took for a decode step, the last time; 0 if it cannot say
+        self._pace = Pace(limits.multi_step)
 
     @property
     def in_flight(self) -> int:
@@ -112,6 +112,7 @@ class Scheduler:
         number = float(self.policy(request))
         if isnan(number):
             raise RequestError("the policy has not given this request a number")
+        self._pace.came()
         self._enqueue(Waiting(request, np.empty(0, np.int32), Past(number, 0.0, 0.0, 0)), 0)
 
     def abort(self, request_id: int) -> Output | None:
@@ -176,26 +177,19 @@ class Scheduler:
             if not self._make_room(slots):
                 return None
             slots = self.table.ready()
-            cramped = self.table.cramped(slots, self.limits.multi_step)
-            if len(cramped) > self.pool.available:
-                cramped = self.table.cramped(slots)  # those that cannot do without
+            cramped = self._soon_cramped(slots)
             if cramped.size:
                 draft.page_writes.append(self._grow_decoding(cramped))
         self._prefill(self.limits.max_step_tokens - len(slots), draft)
         if not len(slots) and not draft.spans:
             return None
-        repeats = 1 if draft.spans or self.queue.head else self._repeats(slots)
+        repeats = 1 if draft.spans or self.queue.head else self._pace.steps()
+        if repeats > 1:
+            repeats = max(min(repeats, self.table.room(slots)), 1)
         self.table.scheduled[slots] += repeats
         self._planned += 1
         snapshots, self._snapshots = self._snapshots, []
         return draft.plan(self._planned, slots, repeats, snapshots)
-
-    def _repeats(self, slots: Int32) -> int:
-        """How many decode steps to submit together: a few ms, as whoever comes next waits for all that is submitted."""
-        if self.limits.multi_step == 1 or not self._step_seconds:
-            return 1
-        most = min(int(MULTI_STEP_SECONDS / self._step_seconds), self.limits.multi_step)
-        return max(min(most, self.table.room(slots)), 1) if most > 1 else 1
 
     def _make_room(self, slots: Int32) -> bool:
         """Retract requests until every decoding slot that needs a page can have one.
@@ -233,6 +227,14 @@ class Scheduler:
             self._enqueue(save(state, answer, past, computed, saved), computed)
         else:
             self._enqueue(retract(state, answer, past), 0)
+
+    def _soon_cramped(self, slots: Int32) -> Int32:
+        """Those of `slots` to give pages to. While there are plenty, many at once, so that most plans need none."""
+        soon = self.limits.multi_step + PAGES_AHEAD * self.limits.page_size // 2
+        if self.limits.window or self.pool.available < 2 * PAGES_AHEAD * len(slots):
+            soon = self.limits.multi_step
+        cramped = self.table.cramped(slots, soon)
+        return cramped if len(cramped) <= self.pool.available else self.table.cramped(slots)  # who cannot do without
 
     def _grow_decoding(self, cramped: Int32) -> Int32:
         size = self.limits.page_size
@@ -373,8 +375,7 @@ class Scheduler:
     def land(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Take a step's tokens in, oldest step first. Tokens of requests that have ended meanwhile are dropped."""
         self._landed = plan.number
-        if not plan.spans:
-            self._step_seconds = result.seconds / plan.repeats
+        self._pace.took(result.seconds, 0 if plan.spans else plan.repeats)
         tokens = result.tokens.reshape(plan.repeats, -1)
         rows = np.flatnonzero(self.table.running[plan.sampling_slots])
         slots = plan.sampling_slots[rows]
