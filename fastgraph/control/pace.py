@@ -1,4 +1,4 @@
-"""How many decode steps to submit together: the host plans and lands them once, and whoever comes next waits for all."""
+"""How many decode steps to submit together. The host plans and lands them once; whoever comes next waits for all."""
 
 from __future__ import annotations
 
