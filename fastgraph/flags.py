@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -63,7 +63,10 @@ def _flags(options: type, defaults: Mapping[str, Any], kinds: Mapping[Any, Any],
         long = _SINGULAR.get(name, name).replace("_", "-")
         names = [f"--{long}/--no-{long}" if default is True else f"--{long}", *(["-m"] if name == "model" else [])]
         shown = default not in (None, "auto", False)
-        option = typer.Option(*names, help=help, rich_help_panel=panel, show_default=shown)
+        metavar = "<str>" if kind == Mapping[str, str] else None  # a long one would leave no room for the flags' names
+        if get_origin(kind) is Literal:
+            metavar, help = "<word>", f"{help} One of {', '.join(get_args(kind))}."
+        option = typer.Option(*names, help=help, rich_help_panel=panel, show_default=shown, metavar=metavar)
         written: Any = kinds.get(kind, kind)
         flags.append(inspect.Parameter(name, _KEYWORD_ONLY, default=default, annotation=Annotated[written, option]))
     return flags

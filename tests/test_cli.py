@@ -121,6 +121,13 @@ def test_every_flag_says_what_it_is_for() -> None:
     assert without == []
 
 
+@pytest.mark.parametrize("command", ["chat", "generate", "kernels", "bench latency", "bench throughput", "bench serve"])
+def test_help_names_every_flag_in_full_in_a_narrow_terminal(command: str) -> None:
+    shown = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"}).output
+    assert "…" not in shown
+    assert all(f"--{parameter.name.replace('_', '-')} " in shown for parameter in flags.ENGINE.parameters[:-3])
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
