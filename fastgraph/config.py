@@ -166,7 +166,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             if not _is_int(token) or token < 0 or not _is_real(bias):
                 raise RequestError(f"logit_bias maps token ids to numbers, not {token!r} to {bias!r}")
-        if self.logprobs not in (True, False) or self.ignore_eos not in (True, False):
+        if not isinstance(self.logprobs, bool) or not isinstance(self.ignore_eos, bool):
             raise RequestError("logprobs and ignore_eos are True or False; ask for alternatives with top_logprobs")
 
 

@@ -113,7 +113,8 @@ class Ticket:
         return reason is not None and output.finish_reason is None
 
     def fail(self, error: BaseException) -> None:
-        self.future.set_exception(error)
+        if not self.future.done():
+            self.future.set_exception(error)
 
     def _resolve(self, reason: FinishReason, past: Past) -> None:
         start, now = self._submitted, perf_counter()
@@ -155,7 +156,8 @@ class Engine:
             self._thread.start()
             self._loop, device = ready.result()
         except BaseException:  # interrupted, perhaps, while the device is being built: the thread is to end then
-            ready.cancel()
+            if not ready.cancel() and not ready.exception():
+                ready.result()[0].stop()  # it was ready in that very moment
             raise
         self._counters = device.counters
         self.limits: Limits = device.limits

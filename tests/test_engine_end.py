@@ -21,8 +21,11 @@ import pytest
 from engine_helpers import ALPHABET, LIMITS, PATIENCE, Gate, ask, baseline, running
 from simulated import SimulatedDevice
 
+from fastgraph.config import SamplingParams
+from fastgraph.control.loop import Observer
 from fastgraph.control.plan import Limits, StepPlan
-from fastgraph.engine import Engine, Ticket
+from fastgraph.control.states import Request
+from fastgraph.engine import Ask, Engine, Ticket
 from fastgraph.errors import EngineDied
 from fastgraph.text import TextStream
 
@@ -56,6 +59,72 @@ def test_close_ends_the_thread_and_tells_all_who_wait(depth: int) -> None:
                 ticket.future.result(PATIENCE)
         assert device.shut_down
         assert_dead(engine, "the engine was closed")
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_no_step_begins_once_the_end_is_asked_for(depth: int) -> None:
+    gate = Gate(4)
+    with running(depth, on_step=gate) as (engine, device):
+        ask(engine, [1] * 4, max_tokens=100)
+        assert gate.waiting.wait(PATIENCE)
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        while engine._loop._commands.empty():
+            time.sleep(0.001)
+        gate.open()
+        closer.join(PATIENCE)
+        assert device.steps <= 5 + depth  # the one at the gate, and those that went out before the command was seen
+
+
+def test_a_policy_that_exits_reaches_everybody() -> None:
+    def policy(request: Request) -> float:
+        if request.id == 3:
+            raise SystemExit(3)
+        return 0.0
+
+    device = SimulatedDevice(LIMITS)
+    engine = Engine(lambda: device, 0, policy)
+    ask(engine, [1], max_tokens=3).future.result(PATIENCE)
+    tickets = engine.submit_all([Ask([1], SamplingParams(max_tokens=100), 0, ()) for _ in range(3)])
+    for ticket in tickets:
+        with pytest.raises((EngineDied, SystemExit)):
+            ticket.future.result(PATIENCE)
+    engine._thread.join(PATIENCE)
+    assert device.shut_down
+    assert_dead(engine, "SystemExit")
+
+
+def test_an_observer_that_fails_at_the_end_keeps_nobody_waiting() -> None:
+    class Failing(Observer):
+        def ended(self, error: Exception) -> None:
+            raise OSError("no space left")
+
+    gate = Gate(4)
+    with running(on_step=gate) as (engine, device):
+        engine.observe(Failing())
+        ticket = ask(engine, [1] * 4, max_tokens=100)
+        assert gate.waiting.wait(PATIENCE)
+        closer = threading.Thread(target=engine.close)
+        closer.start()
+        gate.open()
+        closer.join(PATIENCE)
+        with pytest.raises(EngineDied, match="closed"):
+            ticket.future.result(PATIENCE)
+        assert device.shut_down
+        assert_dead(engine, "closed")
+
+
+def test_commands_keep_no_step_waiting_for_long() -> None:
+    gate = Gate(2)
+    with running(on_step=gate) as (engine, device):
+        ticket = ask(engine, [1] * 4, max_tokens=100)
+        assert gate.waiting.wait(PATIENCE)
+        steps: list[int] = []
+        told = [engine._loop.call(lambda: steps.append(device.steps)) for _ in range(1000)]
+        gate.open()
+        told[-1].result(PATIENCE)
+        assert len(set(steps)) >= 9
+        engine.abort([ticket.request.id])
 
 
 def test_a_request_may_close_the_engine_from_its_own_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -179,6 +180,28 @@ def test_answers_as_long_as_they_may_be_push_few_out_and_none_over_and_over() ->
         careless.submit(make_request(number, prompt_of(8, kind=number), 100))
     careless.finish()
     assert careless.scheduler.preemptions > 4 * (driver.scheduler.preemptions - before)
+
+
+@pytest.mark.parametrize("multi_step", [1, 8])
+def test_pages_given_ahead_push_few_out(multi_step: int) -> None:
+    """Who knows how long answers get lets in as many as there is room for, and the room is about enough."""
+    chance = random.Random(multi_step)
+    limits = limits_of(48, 300, max_model_len=260, max_step_tokens=64, prefix_cache=False, multi_step=multi_step)
+    driver = Driver(limits)
+    driver.scheduler.forecast = KeepsAll()
+    for number in range(100):
+        driver.submit(make_request(number, chance.randint(5, 125), chance.randint(12, 125)))
+    driver.finish()
+    assert driver.scheduler.preemptions <= 4
+
+
+def test_who_gives_up_before_an_answer_begins_teaches_nothing() -> None:
+    driver = Driver(limits_of(slots=8, pages=40, max_model_len=100, prefix_cache=False))
+    driver.submit(make_request(1, 60, 30))
+    driver.plan()
+    driver.abort(1)
+    assert driver.scheduler.forecast.share == 0.5
+    driver.finish()
 
 
 def test_a_request_alone_needs_no_forecast() -> None:

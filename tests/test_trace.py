@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_helpers import LIMITS, VOCAB, ask, outcome, running
-from simulated import make_request
+from simulated import SimulatedDevice, make_request
 from typer.testing import CliRunner
 
 import fastgraph
@@ -25,9 +25,10 @@ from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control import trace
 from fastgraph.control.plan import Limits, StepPlan
 from fastgraph.control.scheduler import Scheduler
+from fastgraph.control.states import Request
 from fastgraph.control.trace import Trace, replay
-from fastgraph.engine import Ask
-from fastgraph.errors import ConfigError, EngineDied, FastgraphWarning, TraceError
+from fastgraph.engine import Ask, Engine
+from fastgraph.errors import ConfigError, EngineDied, FastgraphWarning, RequestError, TraceError
 
 ROOT = Path(__file__).parent.parent
 TIGHT = Limits(slots=4, pages=12, page_size=4, max_model_len=49, max_step_tokens=24, vocab=VOCAB)
@@ -159,6 +160,21 @@ def test_a_step_that_is_planned_no_more_and_one_that_never_was(tmp_path: Path) -
     place = line_of(path, lambda kind, value: kind == "plan" and value is not None)
     tamper(path, place, lambda event: event.update(plan=None))
     assert "and null in the log" in str(replay(str(path)).difference)
+
+
+def test_a_request_that_the_policy_refuses_fails_alone_in_a_replay_too(tmp_path: Path) -> None:
+    def policy(request: Request) -> float:
+        return float("nan") if len(request.prompt) == 3 else 0.0
+
+    path, device = tmp_path / "trace.jsonl", SimulatedDevice(TIGHT)
+    engine = Engine(lambda: device, 0, policy)
+    engine.observe(Trace(str(path), TIGHT, {}))
+    tickets = engine.submit_all([Ask([1] * length, SamplingParams(max_tokens=9), 0, ()) for length in (9, 3, 20)])
+    with pytest.raises(RequestError, match="policy"):
+        tickets[1].future.result()
+    assert len(outcome(tickets[0])[0]) == len(outcome(tickets[2])[0]) == 9
+    engine.close()
+    assert replay(str(path), lambda limits: Scheduler(limits, policy)).difference is None
 
 
 def test_an_input_that_was_changed_shows_in_the_plans(tmp_path: Path) -> None:

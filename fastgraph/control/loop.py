@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Lock
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ from fastgraph.control.states import Request
 
 T = TypeVar("T")
 Deliver = Callable[[list[Output]], Iterable[int]]
+
+_COMMANDS = 100  # that are taken between two steps: however fast they come, the device goes on
 
 
 class Observer:
@@ -70,13 +73,14 @@ class EngineLoop:
 
     def close(self, error: Exception) -> None:
         """After `run` has ended: every command that was not taken, and any later one, fails with `error`."""
-        for observer in self.observers:
-            observer.ended(error)
         with self._closing:
             self._closed = error
         while not self._commands.empty():
             _, future = self._commands.get_nowait()
             future.set_exception(error)
+        for observer in self.observers:
+            with suppress(Exception):
+                observer.ended(error)
 
     def submit(self, request: Request) -> None:
         for observer in self.observers:
@@ -95,9 +99,10 @@ class EngineLoop:
 
     def run(self) -> None:
         while not self._stopping:
-            while not self._commands.empty():
+            for _ in range(min(self._commands.qsize(), _COMMANDS)):
                 self._obey()
-            self._submit()
+            if not self._stopping:
+                self._submit()
             if self._in_flight:
                 self._land()
             elif not self._stopping:
@@ -109,8 +114,10 @@ class EngineLoop:
         function, future = self._commands.get()
         try:
             future.set_result(function())
-        except Exception as error:  # the caller's to handle: the loop goes on
+        except BaseException as error:
             future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise  # any other is the caller's to handle: the loop goes on
 
     def _submit(self) -> None:
         while self._may_submit() and (plan := self._plan()):

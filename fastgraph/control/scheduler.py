@@ -145,7 +145,8 @@ class Scheduler:
         slot = state.resources.slot
         self._publish(state, self._planned)
         generated, prompt = int(self.table.known[slot] - self.table.prompt[slot]), len(state.request.prompt)
-        self.forecast.ended(generated, state.request.max_length - prompt)
+        if isinstance(state, Decoding):  # of an answer that has not begun, nothing can be learnt
+            self.forecast.ended(generated, state.request.max_length - prompt)
         self.table.retire(slot)
         finishing = finish(state, self._planned)
         self.states[state.request.id] = finishing
@@ -185,7 +186,7 @@ class Scheduler:
             return None
         repeats = 1 if draft.spans or self.queue.head else self._pace.steps()
         if repeats > 1:
-            repeats = max(min(repeats, self.table.room(slots)), 1)
+            repeats = min(repeats, self.table.room(slots))
         self.table.scheduled[slots] += repeats
         self._planned += 1
         snapshots, self._snapshots = self._snapshots, []
@@ -239,10 +240,9 @@ class Scheduler:
     def _grow_decoding(self, cramped: Int32) -> Int32:
         size = self.limits.page_size
         ask = -(-(self.table.limit[cramped] - 1) // size) - self.table.capacity[cramped] // size
-        ask = np.minimum(ask, PAGES_AHEAD)
-        if ask.sum() > self.pool.available - len(cramped):
-            ask[:] = 1
-        return self._grow(cramped, ask)
+        # No more than a fair share: what one has ahead, another may lack, and be pushed out for it.
+        share = min(self.pool.available // self.running, PAGES_AHEAD)
+        return self._grow(cramped, np.minimum(ask, max(share, 1)))
 
     def _lease(self, slot: int) -> Lease:
         state = self.states[int(self.table.request_id[slot])]

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,8 @@ class _Rerun:
         try:
             match kind:
                 case "submit":
-                    self._scheduler.submit(value)
+                    with suppress(Exception):  # what it refuses fails alone, and the engine has gone on
+                        self._scheduler.submit(value)
                 case "abort":
                     self._scheduler.abort(value)
                 case "forget":
