@@ -165,7 +165,7 @@ class Engine:
     # --- for callers ---
 
     def submit_all(self, asks: Sequence[Ask]) -> list[Ticket]:
-        """Queue requests, all between the same two steps, so that they form the same batches every time.
+        """Queue requests, all between the same two steps, so that they form the same batches (see `multi_step`).
 
         Raises `RequestError` if one of them cannot be served, and then none is; `EngineDied` after the end.
         """
