@@ -1,7 +1,7 @@
-"""Compiles every Triton kernel for a GPU that is not there: `python compile_kernels.py`. Prints a line for each.
+"""Compiles every Triton kernel for a GPU that is not there: `python compile_kernels.py [90]`. Prints a line for each.
 
 What the interpreter takes, the compiler may refuse. The launchers are called as ever, with tensors of a CPU and in
-real sizes; instead of running a kernel, Triton compiles it for Hopper.
+real sizes; instead of running a kernel, Triton compiles it, for Hopper unless another compute capability is given.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from fastgraph.kernels import launch, problems, registry, serving
 from fastgraph.kernels.registry import Signature
 
+CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+SHARED = {90: 232_448, 120: 101_376}[CAPABILITY]  # bytes that a program may have
+
 
 class Absent:
     """As much of a driver as compiling needs."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", CAPABILITY, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -39,6 +42,7 @@ def compile_only(self: JITFunction[Any], grid: Any) -> Any:
         kernel = self.warmup(*args, grid=grid, **options)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
+            assert kernel.metadata.shared <= SHARED, (self.__name__, kernel.metadata.shared, args, options)
             overlaps = " overlaps" if "griddepcontrol.wait" in kernel.asm["ptx"] else ""
             print(f"{self.__name__}: {kernel.metadata.shared} bytes shared{overlaps}", flush=True)
 
@@ -50,6 +54,7 @@ triton.runtime.driver.set_active(Absent())
 JITFunction.__getitem__ = compile_only  # type: ignore[method-assign]
 launch.can_overlap = lambda device: True
 launch.multiprocessors = lambda device: 132
+launch.shared_memory = lambda device: SHARED
 FEATURES = (frozenset({"rope"}), frozenset({"rope", "norms", "window", "sinks"}))
 
 

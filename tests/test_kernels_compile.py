@@ -19,12 +19,14 @@ KERNELS = {
 
 
 @pytest.mark.skipif(HAS_GPU, reason="where there is a GPU they are run")
-def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
-    """In a process of its own, as Triton interprets or compiles for good."""
+@pytest.mark.parametrize("capability", [90, 120])
+def test_every_kernel_compiles_and_fits(tmp_path: Path, capability: int) -> None:
+    """For a Hopper, and for a GPU with less than half its shared memory. In a process of its own, as Triton interprets
+    or compiles for good."""
     pytest.importorskip("triton")
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_kernels.py"))],
+        [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), str(capability)],
         env=settings | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

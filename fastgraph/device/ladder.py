@@ -54,7 +54,8 @@ class Recorder:
             self._step(inputs)  # what allocates or compiles lazily does so now, not under capture
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Other threads, of another engine perhaps, may go on with what a capture does not allow.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             outputs = self._step(inputs)
         return Rung(graph, outputs)
 

@@ -143,7 +143,7 @@ def seconds(kernel: Kernel, op: str, signature: Signature, rows: int, in_graph: 
     run, graph = step, None
     if in_graph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # as in `fastgraph.device.ladder`
             step()
         run = graph.replay
     times = []

@@ -10,6 +10,7 @@ no step reaches into the one before it.
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -44,12 +45,31 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have at most; a Hopper's for Triton's interpreter."""
+    if device.type != "cuda":
+        return 232_448
+    most: int = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+    return most
+
+
+class _Counters(threading.local):
+    def __init__(self) -> None:
+        self.of: dict[torch.device, Tensor] = {}
+
+
+_counters = _Counters()
+
+
 def counters(device: torch.device) -> Tensor:
     """[65536] int32 zeros, in which programs of one kernel count which of them is the last. It sets them back to zero.
 
-    Kept for good, because a captured graph goes on using them; kernels that use them run one after the other.
+    Kept for good, because a captured graph goes on using them. Each thread, and so each engine, has its own, for its
+    kernels run one after the other, and those of two engines may not.
     """
-    return torch.zeros(65536, dtype=torch.int32, device=device)
+    if device not in _counters.of:
+        _counters.of[device] = torch.zeros(65536, dtype=torch.int32, device=device)
+    return _counters.of[device]
 
 
 _built = 0

@@ -26,6 +26,7 @@ from fastgraph.kernels.launch import (
     multiprocessors,
     power_of_two,
     prefetch,
+    shared_memory,
 )
 from fastgraph.kernels.norm import activate, gate_mul, rms_norm
 
@@ -58,7 +59,7 @@ def linear(
     # float32 is for comparing, not for speed, and tensor cores would round it.
     tiles = x.element_size() == 2 and k % 8 == 0 and can_overlap(x.device)
     if tiles and rows <= most_tiled_rows(n, k, gated):
-        plan = tile_plan(rows, n, k, gated, multiprocessors(x.device))
+        plan = tile_plan(rows, n, k, gated, multiprocessors(x.device), shared_memory(x.device))
         return _tiled(x, weight, bias, gated, residual, activation, plan)
     if residual is not None and bias is None and not gated:
         return residual.addmm_(x, weight.t())  # cuBLAS adds
@@ -201,8 +202,11 @@ def most_tiled_rows(n: int, k: int, gated: bool) -> int:
 
 
 @cache
-def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int) -> TilePlan:
-    """Tiles of 64 outputs. The inputs are split where there are few tiles and much to read for each."""
+def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int, shared: int) -> TilePlan:
+    """Tiles of 64 outputs. The inputs are split where there are few tiles and much to read for each.
+
+    shared: bytes that a program may have; what it does not keep for other things holds the stages.
+    """
     height = max(power_of_two(rows), 16)
     if height > 64 and n * k * (2 if gated else 1) <= _SMALL:
         height //= 2
@@ -214,8 +218,10 @@ def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int) -> T
         if not ((wave <= 0.5 and k >= 1024 * splits) or (wave <= 1 and k >= 4096 * splits)):
             break
         splits *= 2
-    stage = 2 * depth * (height + outputs * (2 if gated else 1))  # bytes
-    return TilePlan(height, outputs, depth, splits, 8 if height > 128 else 4, min(200_000 // stage, 5))
+    room, line = shared * 7 // 8, 2 * (height + outputs * (2 if gated else 1))  # bytes; of an input's share of a stage
+    while 2 * depth * line > room and depth > 16:
+        depth //= 2
+    return TilePlan(height, outputs, depth, splits, 8 if height > 128 else 4, min(room // (depth * line), 5))
 
 
 def _tiled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from fastgraph.kernels import serving
 from fastgraph.kernels.attention import Pages, Turn
 from fastgraph.kernels.decode_attention import decode_attention
-from fastgraph.kernels.launch import power_of_two
+from fastgraph.kernels.launch import power_of_two, shared_memory
 
 _BELOW = tl.constexpr(-1.0e30)  # for a score that must not count
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -57,7 +58,7 @@ def prefill_attention(
     group = heads // kv_heads
     rows = len(pages.slots)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    plan = block_plan(head_dim)
+    plan = block_plan(head_dim, q.element_size(), shared_memory(q.device))
     block_m = max(plan.queries, power_of_two(group))
     options = {"maxnreg": plan.registers} if plan.registers and q.is_cuda else {}
     # Each row wastes at most one block, so this many blocks are enough, whatever the rows' lengths.
@@ -100,11 +101,19 @@ class BlockPlan(NamedTuple):
     registers: int  # of a thread at most; 0 leaves it to the compiler
 
 
-def block_plan(head_dim: int) -> BlockPlan:
-    """With 128 registers a thread, programs share a multiprocessor: some compute while the others wait."""
+@cache
+def block_plan(head_dim: int, itemsize: int, shared: int) -> BlockPlan:
+    """With 128 registers a thread, programs share a multiprocessor: some compute while the others wait.
+
+    shared: bytes that a program may have; where float32 would need more, it takes fewer keys a step.
+    """
     if head_dim <= 64:
-        return BlockPlan(64, 64, 2, 4, 128)
-    return BlockPlan(128, 64, 2, 8, 128) if head_dim <= 128 else BlockPlan(64, 32, 2, 4, 0)
+        plan = BlockPlan(64, 64, 2, 4, 128)
+    else:
+        plan = BlockPlan(128, 64, 2, 8, 128) if head_dim <= 128 else BlockPlan(64, 32, 2, 4, 0)
+    while itemsize * head_dim * (plan.queries + 2 * plan.stages * plan.keys) > shared and plan.stages > 1:
+        plan = plan._replace(keys=plan.keys // 2) if plan.keys > 16 else plan._replace(stages=plan.stages - 1)
+    return plan
 
 
 @triton.jit
