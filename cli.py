@@ -1,8 +1,10 @@
-"""The command line: `fastgraph chat`, `generate`, `models`, `env`, `bench`. A command only gathers what others do."""
+"""The command line. A command only gathers what others do."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from dataclasses import asdict
 from inspect import signature
@@ -24,6 +26,11 @@ class _Group(TyperGroup):
         except FastgraphError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(1) from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+            os._exit(1)  # at its end Python would try to write the rest, and fail again
 
 
 app = typer.Typer(
@@ -280,7 +287,15 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a letter must not end an answer
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == 130:
+            # Another Ctrl-C may have broken off the engine's end, and Python would stumble over its thread.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(130)
+        raise
 
 
 if __name__ == "__main__":

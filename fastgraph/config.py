@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
@@ -79,8 +80,17 @@ class EngineConfig:
         ):
             raise ConfigError(f"kernels maps ops to names of implementations, and is not {self.kernels!r}")
         # The trace is opened when the engine stands, which is late to learn that it cannot be.
-        if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
-            raise ConfigError(f"there is no folder to write the trace {self.trace} to")
+        if self.trace is not None:
+            check_writable(self.trace)
+
+
+def check_writable(file: str) -> None:
+    """Refuse a file that could not be written, before there is something to write. Raises `ConfigError`."""
+    path = Path(file).absolute()
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder to write {file} to")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{file} cannot be written: it is a folder, or not allowed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +136,8 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids"):
             value = merged.get(name, ())
             if value is not None and not isinstance(value, (list, tuple, set, frozenset)):
-                raise RequestError(f"{name} must be a list, not {value!r}")
+                wanted = "text or a list of texts" if name == "stop" else "a list"
+                raise RequestError(f"{name} must be {wanted}, not {value!r}")
             merged[name] = tuple(value or ())
         if merged.get("logit_bias") is None:
             merged.pop("logit_bias", None)
@@ -175,7 +186,8 @@ def _is_int(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    # The device keeps numbers in float32.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and abs(value) < 3e38
 
 
 def _whole(params: SamplingParams, name: str, low: int) -> None:

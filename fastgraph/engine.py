@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from fastgraph.control.scheduler import Output, Scheduler, check
 from fastgraph.control.states import FinishReason, Past, Request
 from fastgraph.errors import EngineDied, RequestError
 from fastgraph.text import TextStream
+
+PATIENCE = 10.0  # seconds that an interrupted `close` still waits
 
 
 class BuiltDevice(Device, Protocol):
@@ -147,10 +149,11 @@ class Engine:
     def __init__(self, build: Callable[[], BuiltDevice], depth: int, policy: Policy = first_come) -> None:
         self._tickets: dict[int, Ticket] = {}  # touched by the engine thread alone
         self._ids = itertools.count(1)
+        self._ended = threading.Event()
         self._order = threading.Lock()  # a request's number is its age: numbers are submitted in order
         ready: Future[tuple[EngineLoop, BuiltDevice]] = Future()
         self._thread = threading.Thread(
-            target=self._serve, args=(build, depth, policy, ready), name="fastgraph-engine", daemon=True
+            target=self._run, args=(build, depth, policy, ready), name="fastgraph-engine", daemon=True
         )
         try:
             self._thread.start()
@@ -245,9 +248,28 @@ class Engine:
                 self._loop.stop()
             # The garbage collector calls this where it likes, in the engine thread too.
             if threading.current_thread() is not self._thread:
-                self._thread.join()
+                self._wait()
+
+    def _wait(self) -> None:
+        """Until the thread has ended. Ctrl-C is put off till then: Python's end must not meet a thread at work."""
+        interrupt: KeyboardInterrupt | None = None
+        while not self._ended.is_set():
+            try:
+                if not self._ended.wait(PATIENCE if interrupt else None):
+                    break  # something is stuck, and the user wants out
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+        self._thread.join()
 
     # --- in the engine thread ---
+
+    def _run(self, *arguments: Any) -> None:
+        try:
+            self._serve(*arguments)
+        finally:
+            self._ended.set()
 
     def _serve(
         self,

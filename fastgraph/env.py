@@ -95,6 +95,7 @@ def show(found: Report) -> None:
 
 def show_kernels(config: EngineConfig, explain: bool) -> None:
     """Print who serves each op of a model; with `explain`, every implementation, and why it serves or not."""
+    from fastgraph.bench import with_shape
     from fastgraph.device.builder import dtype_name, settle_device, settle_dtype
     from fastgraph.kernels import registry
     from fastgraph.kernels.autotune import recall
@@ -105,12 +106,13 @@ def show_kernels(config: EngineConfig, explain: bool) -> None:
     device = settle_device(config)
     dtype = settle_dtype(config, device)
     name = dtype_name(dtype)
+    graphs = device.type == "cuda" and config.max_capture_bs != 0
     if config.model is None:
         signature, of = typical(device.type, name), "a model like Llama 3.1 8B"
+        signature = replace(signature, page_size=config.page_size, graphs=graphs)
     else:
         with Loading() as loading:
-            checkpoint = open_checkpoint(replace(config, load_format="dummy"), name, loading.tell)
-        graphs = device.type == "cuda" and config.max_capture_bs != 0
+            checkpoint = open_checkpoint(with_shape(replace(config, load_format="dummy")), name, loading.tell)
         signature = signature_of(checkpoint.config, device.type, dtype, config.page_size, graphs)
         of = checkpoint.name
     choices = recall(registry.choose(signature, config.kernels), signature)

@@ -54,8 +54,12 @@ def load_model(
     """
     known = set(EngineConfig.__dataclass_fields__) - {"model"}
     unknown = sorted(set(options) - known)
+    if unknown in (["model"], ["name"]):
+        raise ConfigError(f"the model is the first argument, without a name: load_model({options[unknown[0]]!r})")
     if unknown:
         raise ConfigError(f"unknown option {', '.join(unknown)}; known are: {', '.join(sorted(known))}")
+    if not callable(policy):
+        raise ConfigError(f"a policy is a function of a request, and not {policy!r}")
     model = os.fspath(name) if isinstance(name, os.PathLike) else name
     return LLM(EngineConfig(model=model, **options), progress=progress, policy=policy)
 
@@ -69,13 +73,15 @@ class LLM:
 
     def __init__(self, config: EngineConfig, *, progress: Progress | None = None, policy: Policy = first_come) -> None:
         # Here, so that what needs no engine need not wait for torch.
+        from fastgraph import models
         from fastgraph.device.builder import build_device, dtype_name, settle_depth, settle_device, settle_dtype
 
         tell: Progress = progress or (lambda phase, fraction: None)
         device = settle_device(config)
         dtype = dtype_name(settle_dtype(config, device))
         self.checkpoint = here = open_checkpoint(config, dtype, tell)
-        # A dummy model may do without a tokenizer.
+        models.find(here.config)  # a model that cannot run need not have a tokenizer
+        # A dummy model may do without one.
         lacking = config.load_format == "dummy" and not (here.folder / "tokenizer.json").is_file()
         self.tokenizer = None if lacking else Tokenizer(here.folder, here.config, here.generation_config)
         template = find_chat_template(here.folder, config.chat_template)
@@ -186,6 +192,8 @@ class LLM:
                 f"{self.checkpoint.name} has no chat template, and none is guessed: give one with --chat-template "
                 f"(in Python, chat_template=), a jinja file, or use `generate`"
             )
+        if taken := {"messages", "tools"}.intersection(template_variables or ()):
+            raise RequestError(f"{', '.join(sorted(taken))} cannot be among the template_variables")
         text = self._template.render(messages, tools=tools, **(template_variables or {}))
         # The template has written the special tokens itself; a second BOS would change the answer.
         return self._text_tokenizer.encode(text, add_special_tokens=False)

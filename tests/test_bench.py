@@ -247,6 +247,8 @@ def test_latency_by_the_command_line(tiny: Path) -> None:
         (("latency", "--batch", "0"), 2, "takes sizes like"),
         (("latency", "--repeats", "0"), 2, "repeats"),
         (("latency", "--json", "/nowhere/at/all.json"), 1, "no folder to write"),
+        (("latency", "--json", "/"), 1, "cannot be written"),
+        (("latency", "--device", "cpu", "--profile"), 1, "kernels of a GPU"),
         (("latency", "-m", "./nothing.json", "--load-format", "dummy"), 1, "llama-3.2-1b"),
     ],
 )
@@ -278,3 +280,15 @@ def test_an_arm_that_does_not_exist_is_refused(tiny: Path) -> None:
     found = run("latency", "--model", tiny, "--load-format", "dummy", "--n-out", 2, "--arms", "warp")
     assert found.exit_code != 0
     assert "there is no arm warp" in str(found.output) + str(found.exception)
+
+
+@pytest.mark.parametrize(
+    "options", [("--prefill", "9000", "--context", "9"), ("--context", "9000"), ("--arms", "graphs")]
+)
+def test_steps_that_cannot_be_measured_are_refused_before_requests_are(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("fastgraph.bench.latency.bench", lambda *_, **__: pytest.fail("measured first"))
+    result = run("latency", "-m", str(tiny), "--load-format", "dummy", "--device", "cpu", *options)
+    assert result.exit_code == 1
+    assert options[1] in result.stderr

@@ -166,10 +166,17 @@ def test_options_are_read_as_they_are_typed() -> None:
         "temperature": 0.5,
         "stop": ["a b", "c"],
         "seed": 7,
-        "logit_bias": {"5": 1},
+        "logit_bias": {5: 1},
     }
     assert parse_options("stop=the end  top_p=") == {"stop": "the end", "top_p": None}
     assert parse_options("max-tokens=7 stop-token-ids=[1]") == {"max_tokens": 7, "stop_token_ids": [1]}
+    # As Python writes it, too; and what can only be meant in one way.
+    assert parse_options("logit_bias={5: -1} ignore_eos=True max_tokens=None top_p=.5") == {
+        "logit_bias": {5: -1}, "ignore_eos": True, "max_tokens": None, "top_p": 0.5,
+    }  # fmt: skip
+    assert parse_options("stop=1 stop_token_ids=5 ignore_eos=true") == {
+        "stop": "1", "stop_token_ids": [5], "ignore_eos": True,
+    }  # fmt: skip
 
 
 def test_think_shows_the_last_thoughts_and_switches_thinking() -> None:

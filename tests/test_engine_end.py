@@ -5,7 +5,9 @@ from __future__ import annotations
 import _thread
 import asyncio
 import gc
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -74,6 +76,32 @@ def test_no_step_begins_once_the_end_is_asked_for(depth: int) -> None:
         gate.open()
         closer.join(PATIENCE)
         assert device.steps <= 5 + depth  # the one at the gate, and those that went out before the command was seen
+
+
+def test_ctrl_c_however_often_leaves_no_thread_at_work() -> None:
+    """At Python's end a thread that is still inside torch would bring the process down."""
+    gate = Gate(4)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    try:
+        with running(on_step=gate) as (engine, device):
+            ask(engine, [1] * 4, max_tokens=100)
+            assert gate.waiting.wait(PATIENCE)
+
+            def hammer() -> None:
+                for _ in range(3):
+                    time.sleep(0.05)
+                    os.kill(os.getpid(), signal.SIGINT)
+                gate.open()
+
+            hammering = threading.Thread(target=hammer)
+            hammering.start()
+            with pytest.raises(KeyboardInterrupt):
+                engine.close()
+            hammering.join(PATIENCE)
+            assert device.shut_down
+            assert_dead(engine, "closed")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_policy_that_exits_reaches_everybody() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fastgraph import models
 from fastgraph.bench import (
     latency,
     measure,
@@ -45,7 +46,12 @@ def run_latency(
     device = settle_device(config)
     if step_options["arms"] is None:
         step_options["arms"] = steps.usual_arms(config, device)
+    if profile and device.type == "cpu":
+        raise ConfigError("--profile lists the kernels of a GPU, and this is a CPU")
     with _loaded(config) as (llm, limit, tell):
+        shape = models.find(llm.checkpoint.config).Config.from_hf(llm.checkpoint.config)
+        asked = {"batches": batches, "repeats": options["repeats"], **step_options}
+        steps.check(config, shape.max_positions, device, **asked)
         rows = latency.bench(llm, limit, batches=batches, tell=tell, **options)
         found = report.assemble("latency", llm, config, options | step_options, limit, rows, measure.counters(llm))
         checkpoint = llm.checkpoint
@@ -95,6 +101,8 @@ def _loaded(config: EngineConfig) -> Iterator[tuple[LLM, roofline.Roofline, late
     except ModelError as error:
         if shaped is config and config.load_format == "dummy" and config.model is not None:
             raise ModelError(f"{error}. Shapes that are here by name: {', '.join(shapes())}") from error
+        if (config.model or "").lower() in shapes():
+            raise ModelError(f"{error}. With --load-format dummy it is here, with random weights") from error
         raise
     with llm, Loading() as loading:
         yield llm, roofline.roofline_of(llm.checkpoint.config, dtype, peaks), loading.tell

@@ -134,7 +134,8 @@ def check_fits(llm: LLM, lengths: Sequence[int]) -> None:
     if too_long:
         raise ConfigError(
             f"{len(too_long)} of {len(lengths)} requests span more than the {longest} tokens that this engine can "
-            f"hold (the longest has {max(too_long)}): raise --max-model-len or --kv-pages, or take a shorter workload"
+            f"hold (the longest has {max(too_long)}): raise --max-model-len or --kv-pages if the model was made for "
+            f"more, or take a shorter workload"
         )
 
 

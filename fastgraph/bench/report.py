@@ -17,7 +17,7 @@ from rich.table import Table
 from fastgraph.bench.limit import FORMULA as LIMIT_FORMULA
 from fastgraph.bench.load import PERCENTILES
 from fastgraph.bench.roofline import FLOPS_FORMULA, FORMULA, Roofline
-from fastgraph.config import EngineConfig
+from fastgraph.config import EngineConfig, check_writable
 from fastgraph.env import report as environment
 from fastgraph.errors import ConfigError
 from fastgraph.llm import LLM
@@ -88,8 +88,8 @@ def assemble(
 
 def check_destination(json_to: str | None) -> None:
     """Refuse to begin what could not be written down. Raises `ConfigError`."""
-    if json_to not in (None, "-") and not Path(str(json_to)).absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder to write {json_to} to")
+    if json_to not in (None, "-"):
+        check_writable(str(json_to))
 
 
 def publish(found: Mapping[str, Any], json_to: str | None) -> None:

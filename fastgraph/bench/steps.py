@@ -154,9 +154,10 @@ def bench(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, roofline: Roofline, *, arms: Sequence[str],
     batches: Sequence[int], contexts: Sequence[int], prefills: Sequence[int], repeats: int, tell: Tell,
 ) -> dict[str, Any]:  # fmt: skip
-    """Rows of decode steps, one an arm, batch and context, and rows of prefill, one a length: of the last arm."""
-    if unknown := sorted(set(arms) - set(ARMS[device.type])):
-        raise ConfigError(f"there is no arm {', '.join(unknown)}: take of {', '.join(ARMS[device.type])}")
+    """Rows of decode steps, one an arm, batch and context, and rows of prefill, one a length: of the last arm.
+
+    Call `check` before.
+    """
     room = {batch: _room(repeats, batch, settle_multi_step(config, device)) for batch in batches}
     longest = max(room.values())
     sized = replace(
@@ -184,6 +185,22 @@ def bench(
             )
         counters = {name: arm.handle.counters() for name, arm in built.items()}
     return {"decode": rows, "prefill": prefilled, "counters": counters}
+
+
+def check(
+    config: EngineConfig, positions: int, device: torch.device, *, arms: Sequence[str], batches: Sequence[int],
+    contexts: Sequence[int], prefills: Sequence[int], repeats: int,
+) -> None:  # fmt: skip
+    """Refuse what `bench` could not measure of a model made for so many positions. Raises `ConfigError`."""
+    if unknown := sorted(set(arms) - set(ARMS[device.type])):
+        here = f"take of {', '.join(ARMS[device.type])}"
+        raise ConfigError(f"there is no arm {', '.join(unknown)} on a {device.type}: {here}")
+    longest = max(_room(repeats, batch, settle_multi_step(config, device)) for batch in batches)
+    for option, tokens, more in [("context", n, longest) for n in contexts] + [("prefill", n, 2) for n in prefills]:
+        if tokens + more > positions:
+            raise ConfigError(
+                f"--{option} {tokens} takes {tokens + more} tokens to measure, and the model was made for {positions}"
+            )
 
 
 def _decode_rows(

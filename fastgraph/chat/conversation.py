@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastgraph.chat.transcript import read_messages, write_messages
@@ -248,9 +251,9 @@ class Conversation:
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Options as typed: `temperature=0.5 stop=END`. A value is JSON if it can be, else text; an empty one is None.
+    """Options as typed: `temperature=0.5 stop=END`. A value is JSON or Python if it can be, else text.
 
-    Raises `RequestError` for what is not KEY=VALUE.
+    An empty one is None. Raises `RequestError` for what is not KEY=VALUE.
     """
     options = {}
     for part in re.split(r"\s+(?=[\w-]+=)", text.strip()):
@@ -258,11 +261,22 @@ def parse_options(text: str) -> dict[str, Any]:
         if not equals or not re.fullmatch(r"[\w-]+", name):
             raise RequestError(f"an option is set by KEY=VALUE, like temperature=0.5, not {part!r}")
         name = name.replace("-", "_")  # as the command line has it
-        try:
-            options[name] = json.loads(value) if value else None
-        except ValueError:
-            options[name] = value
+        options[name] = _value(name, value)
     return options
+
+
+def _value(name: str, text: str) -> Any:
+    value: Any = text or None
+    for read in (ast.literal_eval, json.loads):
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            value = read(text)
+    if name == "stop" and not isinstance(value, (str, list, tuple, NoneType)):
+        return text  # a number, or a word like true, is text to stop at
+    if name == "stop_token_ids" and isinstance(value, int):
+        return [value]
+    if name == "logit_bias" and isinstance(value, dict):  # JSON's keys are always text
+        return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
+    return value
 
 
 def join_question(question: str | None, piped: str | None) -> str | None:

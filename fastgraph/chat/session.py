@@ -118,8 +118,8 @@ class Chat:
         if not again:
             self.attached = []  # a question that was refused did not take them along
         if reply.dropped:
-            turns = "turn does" if reply.dropped == 1 else f"{reply.dropped} turns do"
-            self.note(f"the oldest {turns} not fit into the context any more, and the model does not see them")
+            turns, them = ("turn does", "it") if reply.dropped == 1 else (f"{reply.dropped} turns do", "them")
+            self.note(f"the oldest {turns} not fit into the context any more, and the model does not see {them}")
         line = summary(reply, self.conversation.llm.limits.max_model_len)
         self.console.print(line.append(_advice(reply, self.conversation)))
 

@@ -84,7 +84,22 @@ def build_device(
     """Build what executes steps of the checkpoint's model. Call it in the thread that will serve.
 
     vocab: ids that the tokenizer knows; the embedding's padding above them is never sampled. None: all of them.
+    Raises `ConfigError` for what cannot be, or does not fit into memory.
     """
+    try:
+        return _build(config, checkpoint, device, vocab, progress)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"there is not enough memory ({str(error).splitlines()[0]}): take a smaller model or dtype, or less of "
+            f"max_decode_bs, max_model_len or kv_pages"
+        ) from error
+
+
+def _build(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, vocab: int | None, progress: Progress
+) -> DeviceHandle:
     dtype = settle_dtype(config, device)
     module = models.find(checkpoint.config)
     shape = module.Config.from_hf(checkpoint.config)
@@ -165,6 +180,9 @@ def _limits(config: EngineConfig, shape: Any, vocab: int, device: torch.device) 
             f"max_step_tokens must be at least max_decode_bs + page_size = {slots + size}, so that a prompt can move "
             f"on beside a full batch; it is {step_tokens}"
         )
+    tables = slots * (4 * asked + 3 * vocab)  # bytes, of the scheduler's tokens and of the sampler's counts
+    if tables > _host_memory():
+        raise ConfigError(f"max_decode_bs {slots} takes {tables / 1e9:.0f} GB for what is known of each request")
     window = getattr(shape, "lookback", 0)  # which the models have whose layers all look back the same window
     pages, together = slots * -(-asked // size), settle_multi_step(config, device)
     return Limits(slots, pages, size, asked, step_tokens, vocab, window=window, multi_step=together)
@@ -176,12 +194,16 @@ def _fit_pages(config: EngineConfig, limits: Limits, taken: int, page_bytes: int
     taken: bytes of a GPU that steps and graphs will take of what is free now.
     """
     pages = config.kv_pages
+    if pages is not None and device.type == "cpu" and pages * page_bytes > _host_memory():
+        raise ConfigError(
+            f"{pages} kv_pages take {pages * page_bytes / 1e9:.1f} GB, which is more than this machine has"
+        )
     if pages is None:
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             memory = free - taken - int(total * GPU_HEADROOM)
         else:
-            memory = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
+            memory = int(_host_memory() * CPU_SHARE)
         pages = min(max(memory, 0) // page_bytes - 1, limits.pages)  # page 0 is the null page
     # A request may never be longer than the pool; its last token's KV is never written.
     max_model_len = min(limits.max_model_len, pages * limits.page_size + 1)
@@ -189,6 +211,11 @@ def _fit_pages(config: EngineConfig, limits: Limits, taken: int, page_bytes: int
         raise ConfigError("there is no memory left for keys and values: ask for a smaller model or dtype, or kv_pages")
     host_gb = HOST_KV_GB[device.type] if config.host_kv_gb is None else config.host_kv_gb
     return replace(limits, pages=pages, max_model_len=max_model_len, host_pages=int(host_gb * 1e9) // page_bytes)
+
+
+def _host_memory() -> int:
+    """Bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _capturable_tokens(choice: registry.Choice, most: int) -> int:

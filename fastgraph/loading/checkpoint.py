@@ -26,6 +26,7 @@ class Checkpoint:
     folder: Path  # Hugging Face style; a GGUF file's is in the user's cache
     config: dict[str, Any]  # config.json
     generation_config: dict[str, Any]  # generation_config.json; {} when there is none
+    local: bool = True  # whether it never came from the hub
 
 
 def open_checkpoint(config: EngineConfig, dtype: str, progress: Progress) -> Checkpoint:
@@ -35,8 +36,13 @@ def open_checkpoint(config: EngineConfig, dtype: str, progress: Progress) -> Che
     Raises `ModelError` when there is nothing to load, saying where it looked.
     """
     model = config.model
-    if model is None:
-        return _default(config, dtype, progress)
+    found = _default(config, dtype, progress) if model is None else _named(model, config, dtype, progress)
+    if config.revision is not None and found.local:
+        raise ModelError(f"{found.name} is on this machine and not from the hub: it has no revision {config.revision}")
+    return found
+
+
+def _named(model: str, config: EngineConfig, dtype: str, progress: Progress) -> Checkpoint:
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return _read(path.stem, gguf.convert(path, dtype, progress))
@@ -48,7 +54,7 @@ def open_checkpoint(config: EngineConfig, dtype: str, progress: Progress) -> Che
         raise ModelError(f"{model} is a file, but neither a .gguf file nor a model's folder")
     if path.is_absolute() or model.startswith((".", "~")) or path.suffix in (".gguf", ".json"):
         raise ModelError(f"there is no folder or file {model} (and a model on the hub cannot have that name)")
-    return _read(model, hub.download(model, config, progress))
+    return _read(model, hub.download(model, config, progress), local=False)
 
 
 def _default(config: EngineConfig, dtype: str, progress: Progress) -> Checkpoint:
@@ -63,10 +69,11 @@ def _default(config: EngineConfig, dtype: str, progress: Progress) -> Checkpoint
             f"no model was named, and the default {DEFAULT_NAME} is not here: {DEFAULT_COMMAND} brings it. "
             f"(Or name a model: a folder, a .gguf file or a hub id. On the hub: {error})"
         ) from error
-    return _read(DEFAULT_NAME, folder)
+    return _read(DEFAULT_NAME, folder, local=False)
 
 
-def _read(name: str, folder: Path) -> Checkpoint:
+def _read(name: str, folder: Path, local: bool = True) -> Checkpoint:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a model's folder: it has no config.json")
-    return Checkpoint(name, folder, read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
+    shape, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
+    return Checkpoint(name, folder, shape, generation, local)
