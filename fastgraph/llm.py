@@ -194,6 +194,9 @@ class LLM:
             )
         if taken := {"messages", "tools"}.intersection(template_variables or ()):
             raise RequestError(f"{', '.join(sorted(taken))} cannot be among the template_variables")
+        given = [*(["tools"] if tools else []), *(template_variables or {})]
+        if ignored := [name for name in given if not self._template.reads(name)]:
+            raise RequestError(f"the chat template of {self.checkpoint.name} knows no {', '.join(ignored)}")
         text = self._template.render(messages, tools=tools, **(template_variables or {}))
         # The template has written the special tokens itself; a second BOS would change the answer.
         return self._text_tokenizer.encode(text, add_special_tokens=False)

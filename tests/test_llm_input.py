@@ -59,7 +59,7 @@ def llm(load_tiny: Callable[..., fastgraph.LLM]) -> Iterator[fastgraph.LLM]:
         ("x", {"stop_token_ids": [600]}, "stop_token_ids 600 is not in the vocabulary"),
         ("x", {"logit_bias": {600: 1.0}}, "logit_bias 600 is not in the vocabulary"),
         ("x", {"stop": ""}, "stop strings must be non-empty text"),
-        ("x", {"stop": 5}, "stop must be a list, not 5"),
+        ("x", {"stop": 5}, "stop must be text or a list of texts, not 5"),
         ("x", {"stop_token_ids": 5}, "stop_token_ids must be a list, not 5"),
         ("x", {"logit_bias": [1]}, "logit_bias maps token ids to numbers"),
         ("x", {"top_logprobs": 2}, "top_logprobs needs logprobs=True"),
@@ -97,6 +97,16 @@ def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() 
         fastgraph.load_model(kv_pages=0)
     with pytest.raises(ConfigError, match="chat_template must be text, not PosixPath"):
         fastgraph.load_model(chat_template=Path("template.jinja"))
+    with pytest.raises(ConfigError, match="a policy is a function of a request, and not 3"):
+        fastgraph.load_model(policy=3)
+    with pytest.raises(ConfigError, match="the model is the first argument"):
+        fastgraph.load_model(model="somewhere")
+    with pytest.raises(ConfigError, match="/ cannot be written"):
+        fastgraph.load_model(trace="/")
+    with pytest.raises(ConfigError, match=r"kv_pages take .* more than this machine has"):
+        fastgraph.load_model(kv_pages=10**9)
+    with pytest.raises(ModelError, match="it has no revision nowhere"):
+        fastgraph.load_model(revision="nowhere")
     with pytest.raises(ConfigError, match="prefix_cache must be True or False, not 'no'"):
         fastgraph.load_model(prefix_cache="no")
     for nowhere in ("./nowhere.gguf", Path("nowhere.gguf")):
@@ -128,6 +138,16 @@ def test_old_thoughts_leave_the_history_as_the_models_own_template_has_it(
         ]
         assert llm.tokenizer is not None
         assert llm.render(history) == llm.tokenizer.encode("kalostaver</think>un", add_special_tokens=False)
+
+
+def test_what_a_chat_template_does_not_read_is_an_error(load_tiny: Callable[..., fastgraph.LLM]) -> None:
+    with load_tiny("plain", chat_template="{{ mood }}{{ messages[0].content }}") as llm:
+        ask = [{"role": "user", "content": "kalo"}]
+        assert llm.render(ask, template_variables={"mood": "staver"}) != llm.render(ask)
+        with pytest.raises(RequestError, match="knows no tools, enable_thinking"):
+            llm.render(ask, tools=[{"type": "function"}], template_variables={"enable_thinking": True})
+        with pytest.raises(RequestError, match="messages cannot be among the template_variables"):
+            llm.chat(ask, template_variables={"messages": 1})
 
 
 def test_without_a_chat_template_the_error_names_the_option(load_tiny: Callable[..., fastgraph.LLM]) -> None:

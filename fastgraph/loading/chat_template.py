@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -36,6 +37,11 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ModelError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
+        self._source = source
+
+    def reads(self, name: str) -> bool:
+        """Whether a variable of that name can make any difference."""
+        return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
 
     def render(
         self,
