@@ -182,7 +182,10 @@ def _limits(config: EngineConfig, shape: Any, vocab: int, device: torch.device) 
         )
     tables = slots * (4 * asked + 3 * vocab)  # bytes, of the scheduler's tokens and of the sampler's counts
     if tables > _host_memory():
-        raise ConfigError(f"max_decode_bs {slots} takes {tables / 1e9:.0f} GB for what is known of each request")
+        raise ConfigError(
+            f"max_decode_bs {slots} takes {tables / 1e9:.0f} GB for what is known of each request: more than this "
+            f"machine has"
+        )
     window = getattr(shape, "lookback", 0)  # which the models have whose layers all look back the same window
     pages, together = slots * -(-asked // size), settle_multi_step(config, device)
     return Limits(slots, pages, size, asked, step_tokens, vocab, window=window, multi_step=together)
@@ -195,9 +198,7 @@ def _fit_pages(config: EngineConfig, limits: Limits, taken: int, page_bytes: int
     """
     pages = config.kv_pages
     if pages is not None and device.type == "cpu" and pages * page_bytes > _host_memory():
-        raise ConfigError(
-            f"{pages} kv_pages take {pages * page_bytes / 1e9:.1f} GB, which is more than this machine has"
-        )
+        raise ConfigError(f"{pages} kv_pages take {pages * page_bytes / 1e9:.1f} GB: more than this machine has")
     if pages is None:
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)

@@ -126,9 +126,8 @@ def lay_out(pages: Pages, fill: int, least: int, block: int, window: int) -> Ten
     rows = len(pages.slots)
     most = min(rows + 2 * fill, rows * _MOST.value * least)
     splits = torch.empty(most, _FIELDS.value, dtype=torch.int32, device=pages.slots.device)
-    width = (
-        64 if rows <= 64 else power_of_two(max(rows, len(pages.page_table)))
-    )  # a kernel for few rows, and one for all others
+    # A kernel for few rows, and one for all others: an engine's page table has more than it can have rows.
+    width = 64 if rows <= 64 else power_of_two(max(rows, len(pages.page_table)))
     sizes = (window, pages.k_cache.shape[1], block, width)
     _lay_out[(1,)](pages.slots, pages.lengths, pages.query_start, splits, rows, most, fill, least, *sizes)
     return splits
