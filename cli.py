@@ -291,7 +291,7 @@ def main() -> None:
         app()
     except SystemExit as end:
         if end.code == 130:
-            # Another Ctrl-C may have broken off the engine's end, and Python would stumble over its thread.
+            # The engine's thread may be stuck in a long step still, and Python would stumble over it at its end.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(130)

@@ -81,16 +81,16 @@ class EngineConfig:
             raise ConfigError(f"kernels maps ops to names of implementations, and is not {self.kernels!r}")
         # The trace is opened when the engine stands, which is late to learn that it cannot be.
         if self.trace is not None:
-            check_writable(self.trace)
+            check_writable("the trace", self.trace)
 
 
-def check_writable(file: str) -> None:
+def check_writable(what: str, file: str) -> None:
     """Refuse a file that could not be written, before there is something to write. Raises `ConfigError`."""
     path = Path(file).absolute()
     if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder to write {file} to")
+        raise ConfigError(f"there is no folder to write {what} {file} to")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{file} cannot be written: it is a folder, or not allowed")
+        raise ConfigError(f"{what} {file} cannot be written: it is a folder, or not allowed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from fastgraph.config import MAX_STOP_IDS, SamplingParams
 from fastgraph.control.loop import EngineLoop, Observer
 from fastgraph.control.plan import Device, Limits
 from fastgraph.control.policy import Policy, first_come
-from fastgraph.control.scheduler import Output, Scheduler, check
-from fastgraph.control.states import FinishReason, Past, Request
+from fastgraph.control.scheduler import Output, Scheduler
+from fastgraph.control.states import FinishReason, Past, Request, check
 from fastgraph.errors import EngineDied, RequestError
 from fastgraph.text import TextStream
 

@@ -125,7 +125,9 @@ def test_every_flag_says_what_it_is_for() -> None:
 def test_help_names_every_flag_in_full_in_a_narrow_terminal(command: str) -> None:
     shown = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"}).output
     assert "…" not in shown
-    assert all(f"--{parameter.name.replace('_', '-')} " in shown for parameter in flags.ENGINE.parameters[:-3])
+    names = [parameter.name.replace("_", "-") for parameter in flags.ENGINE.parameters]
+    names[names.index("kernels")] = "kernel"  # one at a time
+    assert all(f"--{name} " in shown for name in names)
 
 
 @pytest.mark.parametrize(

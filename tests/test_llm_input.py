@@ -101,7 +101,7 @@ def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() 
         fastgraph.load_model(policy=3)
     with pytest.raises(ConfigError, match="the model is the first argument"):
         fastgraph.load_model(model="somewhere")
-    with pytest.raises(ConfigError, match="/ cannot be written"):
+    with pytest.raises(ConfigError, match="the trace / cannot be written"):
         fastgraph.load_model(trace="/")
     with pytest.raises(ConfigError, match=r"kv_pages take .* more than this machine has"):
         fastgraph.load_model(kv_pages=10**9)

@@ -352,7 +352,7 @@ def test_ctrl_c_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_a_model_is_loaded() -> None:
-    with pytest.raises(ConfigError, match="no folder to write /"):
+    with pytest.raises(ConfigError, match="no folder to write the trace"):
         EngineConfig(trace="/nowhere/at/all.jsonl")
 
 

@@ -89,7 +89,7 @@ def assemble(
 def check_destination(json_to: str | None) -> None:
     """Refuse to begin what could not be written down. Raises `ConfigError`."""
     if json_to not in (None, "-"):
-        check_writable(str(json_to))
+        check_writable("the JSON", str(json_to))
 
 
 def publish(found: Mapping[str, Any], json_to: str | None) -> None:

@@ -158,12 +158,11 @@ def bench(
 
     Call `check` before.
     """
-    room = {batch: _room(repeats, batch, settle_multi_step(config, device)) for batch in batches}
-    longest = max(room.values())
+    room = _rooms(config, device, batches, repeats)
     sized = replace(
         config,
         max_decode_bs=max(batches),
-        max_model_len=max([context + longest for context in contexts] + [tokens + 2 for tokens in prefills]),
+        max_model_len=max(_spans(room, contexts, prefills).values()),
         kv_pages=_pages(config.page_size, room, contexts, prefills),
     )
     with _built(sized, arms, checkpoint, device, tell) as built:
@@ -195,12 +194,9 @@ def check(
     if unknown := sorted(set(arms) - set(ARMS[device.type])):
         here = f"take of {', '.join(ARMS[device.type])}"
         raise ConfigError(f"there is no arm {', '.join(unknown)} on a {device.type}: {here}")
-    longest = max(_room(repeats, batch, settle_multi_step(config, device)) for batch in batches)
-    for option, tokens, more in [("context", n, longest) for n in contexts] + [("prefill", n, 2) for n in prefills]:
-        if tokens + more > positions:
-            raise ConfigError(
-                f"--{option} {tokens} takes {tokens + more} tokens to measure, and the model was made for {positions}"
-            )
+    for option, span in _spans(_rooms(config, device, batches, repeats), contexts, prefills).items():
+        if span > positions:
+            raise ConfigError(f"{option} takes {span} tokens to measure, and the model was made for {positions}")
 
 
 def _decode_rows(
@@ -239,13 +235,20 @@ def _decode_rows(
     return rows
 
 
-def _room(repeats: int, batch: int, multi_step: int) -> int:
-    """Tokens that a request may grow by while its batch is measured and profiled.
+def _rooms(config: EngineConfig, device: torch.device, batches: Sequence[int], repeats: int) -> dict[int, int]:
+    """Tokens that a request may grow by while its batch is measured and profiled, of each batch.
 
     A measurement may be longer by the steps that are submitted together, twice. Those of a large batch are too long for
     many of them, and its room is dear: every arm has pages for it.
     """
-    return (repeats + 3) * (_STEPS + 2 * (multi_step if batch <= 64 else min(multi_step, 4)))
+    together = settle_multi_step(config, device)
+    return {n: (repeats + 3) * (_STEPS + 2 * (together if n <= 64 else min(together, 4))) for n in batches}
+
+
+def _spans(room: Mapping[int, int], contexts: Sequence[int], prefills: Sequence[int]) -> dict[str, int]:
+    """Tokens that the requests of each measurement span, by the option that asks for it."""
+    spans = {f"--context {context}": context + max(room.values()) for context in contexts}
+    return spans | {f"--prefill {tokens}": tokens + 2 for tokens in prefills}
 
 
 def _pages(page: int, room: Mapping[int, int], contexts: Sequence[int], prefills: Sequence[int]) -> int:

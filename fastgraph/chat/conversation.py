@@ -266,10 +266,7 @@ def parse_options(text: str) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> Any:
-    value: Any = text or None
-    for read in (ast.literal_eval, json.loads):
-        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            value = read(text)
+    value = _read(text)
     if name == "stop" and not isinstance(value, (str, list, tuple, NoneType)):
         return text  # a number, or a word like true, is text to stop at
     if name == "stop_token_ids" and isinstance(value, int):
@@ -277,6 +274,13 @@ def _value(name: str, text: str) -> Any:
     if name == "logit_bias" and isinstance(value, dict):  # JSON's keys are always text
         return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in value.items()}
     return value
+
+
+def _read(text: str) -> Any:
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return read(text)
+    return text or None
 
 
 def join_question(question: str | None, piped: str | None) -> str | None:

@@ -29,6 +29,7 @@ from fastgraph.control.states import (
     State,
     Waiting,
     admit,
+    check,
     decode,
     finish,
     release,
@@ -51,24 +52,6 @@ class Output:
     logprobs: Logprobs | None  # a row per new token
     finish_reason: FinishReason | None
     past: Past
-
-
-def check(request: Request, limits: Limits) -> None:
-    """Refuse a request that could never run. Raises `RequestError`, which names the bound."""
-    prompt, longest = len(request.prompt), limits.max_model_len
-    if not prompt:
-        raise RequestError("the prompt is empty: there is no token to start from")
-    if prompt >= longest:
-        raise RequestError(
-            f"the prompt has {prompt} tokens; with max_model_len {longest} it may have {longest - 1} at most, to leave "
-            f"room for an answer"
-        )
-    # The last token's KV is never written.
-    if request.max_length > longest or request.max_length - 1 > limits.pool_tokens:
-        raise RequestError(
-            f"{prompt} prompt tokens and max_tokens {request.max_length - prompt} make {request.max_length}; "
-            f"max_model_len is {longest}, and the KV pool holds {limits.pool_tokens} tokens: ask for fewer max_tokens"
-        )
 
 
 class Scheduler:
@@ -231,10 +214,9 @@ class Scheduler:
 
     def _soon_cramped(self, slots: Int32) -> Int32:
         """Those of `slots` to give pages to. While there are plenty, many at once, so that most plans need none."""
-        soon = self.limits.multi_step + PAGES_AHEAD * self.limits.page_size // 2
-        if self.limits.window or self.pool.available < 2 * PAGES_AHEAD * len(slots):
-            soon = self.limits.multi_step
-        cramped = self.table.cramped(slots, soon)
+        plenty = not self.limits.window and self.pool.available >= 2 * PAGES_AHEAD * len(slots)
+        ahead = PAGES_AHEAD * self.limits.page_size // 2 if plenty else 0
+        cramped = self.table.cramped(slots, self.limits.multi_step + ahead)
         return cramped if len(cramped) <= self.pool.available else self.table.cramped(slots)  # who cannot do without
 
     def _grow_decoding(self, cramped: Int32) -> Int32:

@@ -18,7 +18,8 @@ from typing import Literal
 
 from fastgraph.config import SamplingParams
 from fastgraph.control.pages import Lease
-from fastgraph.control.plan import Int32
+from fastgraph.control.plan import Int32, Limits
+from fastgraph.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -34,6 +35,24 @@ class Request:
     stop_ids: tuple[int, ...]
     max_length: int  # tokens, prompt and answer together
     incremental: bool  # report tokens as they land, rather than all at the end
+
+
+def check(request: Request, limits: Limits) -> None:
+    """Refuse a request that could never run. Raises `RequestError`, which names the bound."""
+    prompt, longest = len(request.prompt), limits.max_model_len
+    if not prompt:
+        raise RequestError("the prompt is empty: there is no token to start from")
+    if prompt >= longest:
+        raise RequestError(
+            f"the prompt has {prompt} tokens; with max_model_len {longest} it may have {longest - 1} at most, to leave "
+            f"room for an answer"
+        )
+    # The last token's KV is never written.
+    if request.max_length > longest or request.max_length - 1 > limits.pool_tokens:
+        raise RequestError(
+            f"{prompt} prompt tokens and max_tokens {request.max_length - prompt} make {request.max_length}; "
+            f"max_model_len is {longest}, and the KV pool holds {limits.pool_tokens} tokens: ask for fewer max_tokens"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,12 +229,11 @@ class _Arrival:
 
     def copy(self, launch: Launch, repeats: int, count: int, rows: NDArray[np.intp], wants_logprobs: bool) -> Copied:
         """Launch the steps, and have `count` rows of each copied before the next one overwrites them."""
+        wanted = len(self._buffers) if wants_logprobs else 1  # without log-probabilities nobody looks at the rest
         self._events[0].record()
         for first in range(0, repeats * count, count):
             outputs = launch()
-            self._buffers.tokens[first : first + count].copy_(outputs.tokens[:count], non_blocking=True)
-            if wants_logprobs:
-                for source, target in zip(outputs[1:], self._buffers[1:], strict=True):
-                    target[first : first + count].copy_(source[:count], non_blocking=True)
+            for source, target in zip(outputs[:wanted], self._buffers[:wanted], strict=True):
+                target[first : first + count].copy_(source[:count], non_blocking=True)
         self._events[1].record()
         return Copied(self._buffers, rows, wants_logprobs, 0.0, self._events)

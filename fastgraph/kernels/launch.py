@@ -10,7 +10,6 @@ no step reaches into the one before it.
 
 from __future__ import annotations
 
-import threading
 from functools import cache
 from typing import Any
 
@@ -20,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents as gdc_launch_dependents
 from triton.language.extra.cuda import gdc_wait as gdc_wait
+
+from fastgraph.kernels import serving
 
 
 def cdiv(n: int, parts: int) -> int:
@@ -53,23 +54,13 @@ def shared_memory(device: torch.device) -> int:
     return most
 
 
-class _Counters(threading.local):
-    def __init__(self) -> None:
-        self.of: dict[torch.device, Tensor] = {}
-
-
-_counters = _Counters()
-
-
 def counters(device: torch.device) -> Tensor:
     """[65536] int32 zeros, in which programs of one kernel count which of them is the last. It sets them back to zero.
 
     Kept for good, because a captured graph goes on using them. Each thread, and so each engine, has its own, for its
     kernels run one after the other, and those of two engines may not.
     """
-    if device not in _counters.of:
-        _counters.of[device] = torch.zeros(65536, dtype=torch.int32, device=device)
-    return _counters.of[device]
+    return serving.keep(("counters", device), lambda: torch.zeros(65536, dtype=torch.int32, device=device))
 
 
 _built = 0

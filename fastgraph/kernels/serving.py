@@ -20,6 +20,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.kernels: dict[str, Kernels] = {}  # by device
         self.laid_out: dict[Hashable, Any] = {}
+        self.kept: dict[Hashable, Any] = {}
         self.asked: set[str] | None = None
 
 
@@ -54,6 +55,14 @@ def once(key: Hashable, lay_out: Callable[[], T]) -> tuple[T, bool]:
     if new:
         _thread.laid_out[key] = lay_out()
     return _thread.laid_out[key], new
+
+
+def keep(key: Hashable, make: Callable[[], T]) -> T:
+    """What `make` made for `key` in this thread, which keeps it for as long as it lives."""
+    if key not in _thread.kept:
+        _thread.kept[key] = make()
+    kept: T = _thread.kept[key]
+    return kept
 
 
 @contextmanager
