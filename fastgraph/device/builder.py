@@ -118,7 +118,7 @@ def _build(
     serving.serve(device.type, registry.load(choices))
     step = CompiledStep(model, _caches(0, limits, shape, device, dtype), slots.state, limits.vocab, mode)
     depth = settle_depth(config, device)
-    executor = Executor(step, slots, StepMetadata(limits, device), top, device, depth, limits.multi_step)
+    executor = Executor(step, slots, StepMetadata(limits, device), top, device, depth)
     progress("warming up" if mode == "off" else f"compiling ({mode})", None)
     executor.warm_up()
     progress("reserving memory for keys and values", None)

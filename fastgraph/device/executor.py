@@ -12,6 +12,7 @@ from time import perf_counter
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fastgraph.control.plan import NULL_SLOT, Limits, Logprobs, PrefillSpan, StepPlan, StepResult
 from fastgraph.device.compiler import CompiledStep
@@ -30,7 +31,7 @@ class Copied:
     """A plan's outputs on their way to the host; on a CPU they are there already."""
 
     outputs: SamplerOutput
-    rows: NDArray[np.intp]  # [sampled rows], where in the outputs they stand
+    rows: NDArray[np.int64]  # [sampled rows], where in the outputs they stand
     wants_logprobs: bool
     seconds: float  # that it took, where it has run already
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # the plan's begin, and the arrival of its outputs
@@ -53,8 +54,7 @@ class Copied:
 class Executor:
     """`depth` is how many steps may be in flight beside the newest one.
 
-    `capture_bs` is the largest batch whose decode steps are captured, 0 for none; `multi_step` is how many decode steps
-    one plan may hold.
+    `capture_bs` is the largest batch whose decode steps are captured, 0 for none.
     """
 
     def __init__(
@@ -65,17 +65,16 @@ class Executor:
         capture_bs: int,
         device: torch.device,
         depth: int,
-        multi_step: int = 1,
     ) -> None:
         self._step, self._slots, self._metadata = step, slots, metadata
         self._decode_ladder = CaptureLadder(rungs(capture_bs), self._padding) if capture_bs else None
         self._mixed_ladder: CaptureLadder | None = None
-        self._on_cuda = device.type == "cuda"
         self._host_pages = HostPages(device)
         self.above_ladder = 0  # decode steps too large for every captured graph
         self.padding_tokens = 0  # computed to fill up captured graphs
         # A result is read before its buffer's turn comes again.
-        self._host = cycle([_Arrival(metadata.rows * multi_step) for _ in range(depth + 2)] if self._on_cuda else ())
+        recent = slots.state.recent
+        self._host = cycle([_Arrival(metadata.rows * len(recent), recent) for _ in range(depth + 2)])
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Copied:
@@ -85,19 +84,14 @@ class Executor:
         self._slots.apply(plan)
         rows = len(plan.decode_slots)
         launch = self._mixed(plan) if plan.spans else self._decode(rows, plan)
+        places = self._slots.sampled(plan)
+        arrival = next(self._host)
+        if not self._slots.wants_logprobs[plan.sampling_slots].any():
+            return arrival.copy_tokens(launch, plan.repeats, self._slots.state.recent, places)
         sampled = np.arange(rows * plan.repeats)
         if plan.spans:
             sampled = np.concatenate([sampled, rows + np.flatnonzero([span.samples for span in plan.spans])])
-        wants_logprobs = bool(self._slots.wants_logprobs[plan.sampling_slots].any())
-        # Here, so that a device which waits for the host to prepare a step counts as idle.
-        arrival = next(self._host, None)
-        if arrival is not None:
-            return arrival.copy(launch, plan.repeats, rows + len(plan.spans), sampled, wants_logprobs)
-        began = perf_counter()
-        outputs = [launch() for _ in range(plan.repeats)]
-        seconds = perf_counter() - began
-        joined = SamplerOutput(*map(torch.cat, zip(*outputs, strict=True))) if plan.repeats > 1 else outputs[0]
-        return Copied(joined, sampled, wants_logprobs, seconds, None)
+        return arrival.copy_outputs(launch, plan.repeats, rows + len(plan.spans), sampled)
 
     def _mixed(self, plan: StepPlan) -> Launch:
         size = self._mixed_ladder.fit(plan.tokens) if self._mixed_ladder else None
@@ -221,19 +215,51 @@ def _padding_plan(tokens: int, longest: int, decoding: int = 0) -> StepPlan:
 
 
 class _Arrival:
-    """Pinned memory that one plan's outputs are copied to, and when the device began and ended that."""
+    """Host memory that one plan's outputs are copied to, and when the device began and ended that."""
 
-    def __init__(self, rows: int) -> None:
-        self._buffers = outputs_of(rows, pin_memory=True)
-        self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def __init__(self, rows: int, recent: Tensor) -> None:
+        pinned = recent.is_cuda
+        self._outputs = outputs_of(rows, pin_memory=pinned)
+        self._recent = torch.empty_like(recent, device="cpu", pin_memory=pinned)
+        self._events = (_event(), _event()) if pinned else None
 
-    def copy(self, launch: Launch, repeats: int, count: int, rows: NDArray[np.intp], wants_logprobs: bool) -> Copied:
-        """Launch the steps, and have `count` rows of each copied before the next one overwrites them."""
-        wanted = len(self._buffers) if wants_logprobs else 1  # without log-probabilities nobody looks at the rest
-        self._events[0].record()
-        for first in range(0, repeats * count, count):
-            outputs = launch()
-            for source, target in zip(outputs[:wanted], self._buffers[:wanted], strict=True):
-                target[first : first + count].copy_(source[:count], non_blocking=True)
+    def copy_tokens(self, launch: Launch, repeats: int, recent: Tensor, places: NDArray[np.int64]) -> Copied:
+        """Launch the steps, and have the tokens copied that all slots sampled last: once, however many the steps.
+
+        recent: `SlotState.recent`; places: where the plan's tokens will stand in it, made flat.
+        """
+
+        def work() -> None:
+            for _ in range(repeats):
+                launch()
+            self._recent.copy_(recent, non_blocking=True)
+
+        seconds = self._timed(work)
+        return Copied(self._outputs._replace(tokens=self._recent.view(-1)), places, False, seconds, self._events)
+
+    def copy_outputs(self, launch: Launch, repeats: int, count: int, rows: NDArray[np.int64]) -> Copied:
+        """Launch the steps, and have `count` rows of each's outputs copied before the next one overwrites them."""
+
+        def work() -> None:
+            for first in range(0, repeats * count, count):
+                for source, target in zip(launch(), self._outputs, strict=True):
+                    target[first : first + count].copy_(source[:count], non_blocking=True)
+
+        seconds = self._timed(work)
+        return Copied(self._outputs, rows, True, seconds, self._events)
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        """Submit the work between the two events; or do it where there are none, and tell how long it took."""
+        if self._events is None:
+            began = perf_counter()
+            work()
+            return perf_counter() - began
+        self._events[0].record()  # no earlier: a device which waits for the host to prepare a step counts as idle
+        work()
         self._events[1].record()
-        return Copied(self._buffers, rows, wants_logprobs, 0.0, self._events)
+        return 0.0
+
+
+def _event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)
+    return event

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastgraph.config import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
@@ -18,7 +19,7 @@ from fastgraph.kernels.sampling import SamplerState
 # The float fields are stored as their bits.
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 INTS = (
-    *("last_token", "length", "prompt_length", "generated", "min_tokens", "logprobs"),
+    *("length", "prompt_length", "generated", "min_tokens", "logprobs"),
     *("top_k", "seed_low", "seed_high"),
 )
 FIELDS = {name: row for row, name in enumerate(FLOATS + INTS)}
@@ -27,7 +28,7 @@ FIELDS = {name: row for row, name in enumerate(FLOATS + INTS)}
 class SlotState(NamedTuple):
     """Views of the tables, as the compiled step takes them. [slots] unless noted."""
 
-    last_token: Tensor  # int32, sampled but not yet computed
+    recent: Tensor  # [recent, slots] int32, the tokens sampled last: number i of an answer stands in row i % recent
     lengths: Tensor  # int32, tokens whose KV is in the slot's pages
     prompt_lengths: Tensor  # int32
     page_table: Tensor  # [slots, pages_per_slot] int32
@@ -50,11 +51,13 @@ class Slots:
         self._prompt_tokens = torch.zeros(rows, model_vocab, dtype=torch.bool, device=device)
         self._biased: set[int] = set()  # slots whose bias row is not empty
         self.wants_logprobs = np.zeros(rows, bool)  # on the host: whether results must carry them
+        self._recent = torch.zeros(limits.multi_step, rows, dtype=torch.int32, device=device)
+        self._generated = np.zeros(rows, np.int64)  # the field, as it will be after the plans so far
         self._field("repetition").fill_(1.0)
         self._field("top_p").fill_(1.0)
         self._field("logprobs").fill_(-1)
         self.state = SlotState(
-            last_token=self._field("last_token"),
+            recent=self._recent,
             lengths=self._field("length"),
             prompt_lengths=self._field("prompt_length"),
             page_table=self._page_table,
@@ -90,6 +93,16 @@ class Slots:
             slot, index, page = upload(np.ascontiguousarray(plan.page_writes.T), self._device)
             self._page_table[slot, index] = page
 
+    def sampled(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Where in `state.recent`, made flat, the tokens of the plan will stand, one step's behind the other's.
+
+        Call it once for each plan, in their order.
+        """
+        slots, (recent, rows) = plan.sampling_slots, self._recent.shape
+        numbers = self._generated[slots] + np.arange(plan.repeats)[:, None]
+        self._generated[slots] += plan.repeats
+        return (numbers % recent * rows + slots).ravel()
+
     def _admit(self, admissions: Sequence[Admission]) -> None:
         rows = [np.concatenate([[a.slot], _pack(a), _padded(a.stop_ids, MAX_STOP_IDS)]) for a in admissions]
         packed = upload(np.stack(rows, axis=1).astype(np.int32), self._device)  # [1 + fields + stop ids, admissions]
@@ -101,6 +114,7 @@ class Slots:
             if _penalised(admission.sampling):
                 self._set_history(admission)
             self.wants_logprobs[admission.slot] = admission.sampling.logprobs
+            self._generated[admission.slot] = len(admission.answer)
 
     def _set_bias(self, slot: int, sampling: SamplingParams) -> None:
         if slot in self._biased:
@@ -142,7 +156,6 @@ def _pack(admission: Admission) -> Int32:
     floats = (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
     low, high = admission.seed & 0xFFFFFFFF, admission.seed >> 32
     ints = (
-        0,  # last_token: the step that computes the last known one samples it
         admission.computed,  # length
         len(admission.prompt),
         len(admission.answer),

@@ -30,7 +30,8 @@ class Model(Protocol):
 def begin(model: Model, inputs: StepInputs, state: SlotState) -> tuple[Batch, Tensor, Any]:
     """Gather the step's batch from the slots, and embed it."""
     positions = state.lengths[inputs.token_slots] + inputs.offsets
-    ids = torch.where(inputs.ids == FROM_SLOT, state.last_token[inputs.token_slots], inputs.ids)
+    last = (state.sampler.generated[inputs.token_slots] - 1) % len(state.recent)
+    ids = torch.where(inputs.ids == FROM_SLOT, state.recent[last, inputs.token_slots], inputs.ids)
     batch = Batch(
         ids=ids,
         positions=positions,
@@ -50,8 +51,9 @@ def end(model: Model, x: Tensor, inputs: StepInputs, state: SlotState, vocab: in
     logits = model.head(x[inputs.last])
     out = outputs_of(logits.shape[0], device=x.device)
     sample(logits, inputs.sampling_slots, state.sampler, vocab, out)
-    state.last_token[inputs.sampling_slots] = out.tokens
-    state.sampler.generated[inputs.sampling_slots] += 1
+    generated = state.sampler.generated[inputs.sampling_slots]
+    state.recent[generated % len(state.recent), inputs.sampling_slots] = out.tokens
+    state.sampler.generated[inputs.sampling_slots] = generated + 1
     # Padding rows share the null slot, which stays where it is.
     moved = state.lengths[inputs.slots] + inputs.query_lengths
     state.lengths[inputs.slots] = torch.where(inputs.slots == NULL_SLOT, 0, moved)
