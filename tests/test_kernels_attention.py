@@ -79,7 +79,7 @@ def check_decode(past: list[int], kind: tuple) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [1, 4, 16])
 def test_decode_norms_rotates_writes_and_attends(kind: tuple, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "fill_count", lambda *_: pieces)
+    monkeypatch.setattr(decode, "split_plan", lambda *_: decode.SplitPlan(pieces, pieces, 32, 32))
     check_decode([0, 37, 100, 15, 64], kind)
     check_decode([700, 0, 1], kind)
 
@@ -102,9 +102,15 @@ def test_padding_rows_write_to_page_zero_alone_and_change_no_other_row() -> None
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), fill=st.integers(1, 70), least=st.integers(1, 70), window=st.sampled_from([0, 40, 512]))
+@given(
+    data=st.data(),
+    busy=st.integers(1, 50),
+    fill=st.integers(1, 70),
+    least=st.integers(1, 70),
+    window=st.sampled_from([0, 40, 512]),
+)
 def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
-    data: st.DataObject, fill: int, least: int, window: int
+    data: st.DataObject, busy: int, fill: int, least: int, window: int
 ) -> None:
     """Whatever there is beside them: rows of prompts, and empty ones that fill up a graph."""
     page_size, block = 16, 32
@@ -113,14 +119,15 @@ def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
     paged = Paged.of([0] * len(past), 1, 1, 8, page_size)
     paged.lengths[paged.slots.long()] = torch.tensor(past, dtype=torch.int32, device=DEVICE)
     pages = paged.pages(counts, empty=data.draw(st.sampled_from([0, 3, 90])))
-    found = decode.lay_out(pages, fill, least, block, window).tolist()
+    found = decode.lay_out(pages, decode.SplitPlan(busy, fill, least, block), window).tolist()
     single = [row for row, count in enumerate(counts) if count == 1]
     begins = [max(n + 1 - window, 0) // page_size * page_size if window else 0 for n in past]
     total, live = sum(past[row] - begins[row] for row in single), max(len(single), 1)
-    if 2 * len(single) >= fill:
-        longest = max(-(-total // (2 * fill)), total // live * 5 // 4, block)
+    extra = max(2 * fill, len(pages.slots) * 5 // 8)
+    if len(single) >= busy:
+        longest = max(-(-total // extra), total // live * 5 // 4, block)
     else:
-        longest = max(-(-total // (2 * fill)), min(-(-total // fill), 256), min(total // least, 128), block)
+        longest = max(-(-total // extra), min(-(-total // fill), 256), min(total // least, 128), block)
     at, counters = 0, set()
     for row in single:
         mine = found[at : at + found[at][6]]
@@ -134,7 +141,7 @@ def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
         assert len(mine) <= 8 * least
         assert all(a % page_size == 0 for a in bounds[:-1])
         if len(mine) > 1:
-            assert 0 <= mine[0][0] < 2 * fill
+            assert 0 <= mine[0][0] < extra
             assert mine[0][0] not in counters, "two rows count at one place"
             counters.add(mine[0][0])
         at += len(mine)

@@ -144,9 +144,10 @@ class Arm:
     def _land(self) -> float:
         plan, pending = self._in_flight.popleft()
         began = perf_counter()
-        result = pending.result()
+        while not pending.ready():
+            pass
         waited = perf_counter() - began
-        self._scheduler.land(plan, result)
+        self._scheduler.land(plan, pending.result())
         return waited
 
 

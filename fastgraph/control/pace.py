@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SHORTEST, LONGEST = 0.005, 0.025  # seconds that decode steps may take which are submitted together
+SHORTEST, LONGEST = 0.005, 0.032  # seconds that decode steps may take which are submitted together
 SHARE = 0.1  # of the time for which nothing came: between the two bounds, how long they may take
 
 

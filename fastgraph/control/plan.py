@@ -81,6 +81,8 @@ class StepPlan:
     @cached_property
     def sampling_slots(self) -> Int32:
         """The slots whose next token a step samples, in the order of the result's rows: decode rows, then spans."""
+        if not self.spans:
+            return self.decode_slots
         ends = np.array([span.slot for span in self.spans if span.samples], np.int32)
         return np.concatenate([self.decode_slots, ends])
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ class Executor:
         places = self._slots.sampled(plan)
         arrival = next(self._host)
         if not self._slots.wants_logprobs[plan.sampling_slots].any():
-            return arrival.copy_tokens(launch, plan.repeats, self._slots.state.recent, places)
+            return arrival.copy_tokens(launch, plan.repeats, places)
         sampled = np.arange(rows * plan.repeats)
         if plan.spans:
             sampled = np.concatenate([sampled, rows + np.flatnonzero([span.samples for span in plan.spans])])
@@ -215,24 +216,33 @@ def _padding_plan(tokens: int, longest: int, decoding: int = 0) -> StepPlan:
 
 
 class _Arrival:
-    """Host memory that one plan's outputs are copied to, and when the device began and ended that."""
+    """Host memory that one plan's outputs are copied to, and when the device began and ended that.
+
+    recent: `SlotState.recent`.
+    """
 
     def __init__(self, rows: int, recent: Tensor) -> None:
         pinned = recent.is_cuda
         self._outputs = outputs_of(rows, pin_memory=pinned)
         self._recent = torch.empty_like(recent, device="cpu", pin_memory=pinned)
         self._events = (_event(), _event()) if pinned else None
+        self._fetch: Callable[[], Any] = partial(self._recent.copy_, recent, non_blocking=True)
+        if pinned:  # always the same copy: recorded, it is launched in less time
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._fetch()
+            self._fetch = graph.replay
 
-    def copy_tokens(self, launch: Launch, repeats: int, recent: Tensor, places: NDArray[np.int64]) -> Copied:
+    def copy_tokens(self, launch: Launch, repeats: int, places: NDArray[np.int64]) -> Copied:
         """Launch the steps, and have the tokens copied that all slots sampled last: once, however many the steps.
 
-        recent: `SlotState.recent`; places: where the plan's tokens will stand in it, made flat.
+        places: where the plan's tokens will stand in `SlotState.recent`, made flat.
         """
 
         def work() -> None:
             for _ in range(repeats):
                 launch()
-            self._recent.copy_(recent, non_blocking=True)
+            self._fetch()
 
         seconds = self._timed(work)
         return Copied(self._outputs._replace(tokens=self._recent.view(-1)), places, False, seconds, self._events)

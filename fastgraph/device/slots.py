@@ -99,9 +99,9 @@ class Slots:
         Call it once for each plan, in their order.
         """
         slots, (recent, rows) = plan.sampling_slots, self._recent.shape
-        numbers = self._generated[slots] + np.arange(plan.repeats)[:, None]
-        self._generated[slots] += plan.repeats
-        return (numbers % recent * rows + slots).ravel()
+        begin = self._generated[slots]
+        self._generated[slots] = begin + plan.repeats
+        return ((begin + np.arange(plan.repeats)[:, None]) % recent * rows + slots).ravel()
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
         rows = [np.concatenate([[a.slot], _pack(a), _padded(a.stop_ids, MAX_STOP_IDS)]) for a in admissions]

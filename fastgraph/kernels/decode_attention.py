@@ -11,6 +11,8 @@ parts.
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,7 +34,7 @@ from fastgraph.kernels.rotary import angles, norm_and_rotate, partner_of
 _STAGES = 2  # of the load pipeline: the page numbers, and then the keys and values, of the blocks ahead
 # Of a split: the counter of its row, slot, begin, end; and of the row: length, first split, number of splits, token.
 _FIELDS = tl.constexpr(8)
-_PROGRAMS = 16  # for each multiprocessor, to keep it busy
+_BUSY = 6  # programs for each multiprocessor, of uncut rows
 _LEAST = 64  # programs, below which even short splits are cut
 _MOST = tl.constexpr(8)  # times `least`: the splits of a row
 _BELOW = tl.constexpr(-1.0e30)  # for a score; -inf would make NaN of an empty block
@@ -60,10 +62,8 @@ def decode_attention(
     _, heads, head_dim = q.shape
     kv_heads, page_size = k.shape[1], pages.k_cache.shape[1]
     columns = power_of_two(heads // kv_heads)
-    block = 32 if head_dim <= 128 else 16  # what the registers hold
-    fill = fill_count(kv_heads, multiprocessors(q.device))
-    sizes = (fill, max(_LEAST // kv_heads, 1), block, window)
-    splits, new = serving.once(("decode_attention", sizes), lambda: lay_out(pages, *sizes))
+    plan = split_plan(kv_heads, head_dim, multiprocessors(q.device))
+    splits, new = serving.once(("decode_attention", plan, window), lambda: lay_out(pages, plan, window))
     most = len(splits)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     parts = q.new_empty((most, heads, head_dim), dtype=torch.float32)
@@ -98,7 +98,7 @@ def decode_attention(
         head_dim,
         page_size,
         0 if turn.cos is None else turn.cos.shape[1],
-        block,
+        plan.block,
         columns,
         max(columns, 8),
         _STAGES,
@@ -111,29 +111,43 @@ def decode_attention(
     return out
 
 
-def fill_count(kv_heads: int, multiprocessors: int) -> int:
-    """How many splits keep the machine busy."""
-    return max(_PROGRAMS * multiprocessors // kv_heads, 1)
+class SplitPlan(NamedTuple):
+    """What the cutting depends on beside the lengths. As measured on an H200, for head dimensions of 64 and 128."""
+
+    busy: int  # rows from which on most are left whole
+    fill: int  # splits that keep the machine busy where the rows are fewer
+    least: int  # splits, below which even short ones are cut
+    block: int  # tokens that a program reads at a time
 
 
-def lay_out(pages: Pages, fill: int, least: int, block: int, window: int) -> Tensor:
+@cache
+def split_plan(kv_heads: int, head_dim: int, multiprocessors: int) -> SplitPlan:
+    busy = max(_BUSY * multiprocessors // kv_heads, 1)
+    fill = busy * max(128 // head_dim, 1)  # of narrow heads a program has less to read
+    return SplitPlan(busy, fill, max(_LEAST // kv_heads, 1), 32 if head_dim <= 128 else 16)  # what registers hold
+
+
+def lay_out(pages: Pages, plan: SplitPlan, window: int) -> Tensor:
     """Cut the contexts of all rows of one token: [most, 8] int32 of the splits; an unused one has counter -1.
 
-    Few rows are cut into about `fill` splits, or twice as many if these have 256 tokens still; but one of less than 128
-    tokens is only worth it where there would not even be `least` of them. Of many rows only those are cut that are
-    longer than the mean by some. A row has `_MOST` * `least` splits at most: they are added up one after the other.
+    Fewer than `busy` rows are cut into about `fill` splits, or twice as many if these have 256 tokens still; but one of
+    less than 128 tokens is only worth it where there would not even be `least` of them. Of more rows only those are cut
+    that are longer than the mean by some. A row has `_MOST` * `least` splits at most: they are added up one after the
+    other.
     """
     rows = len(pages.slots)
-    most = min(rows + 2 * fill, rows * _MOST.value * least)
+    extra = max(2 * plan.fill, rows * 5 // 8)  # programs that find no split cost little, but not nothing
+    most = min(rows + extra, rows * _MOST.value * plan.least)
     splits = torch.empty(most, _FIELDS.value, dtype=torch.int32, device=pages.slots.device)
     # A kernel for few rows, and one for all others: an engine's page table has more than it can have rows.
     width = 64 if rows <= 64 else power_of_two(max(rows, len(pages.page_table)))
-    sizes = (window, pages.k_cache.shape[1], block, width)
-    _lay_out[(1,)](pages.slots, pages.lengths, pages.query_start, splits, rows, most, fill, least, *sizes)
+    counts = (rows, most, extra, plan.busy, plan.fill, plan.least)
+    sizes = (window, pages.k_cache.shape[1], plan.block, width)
+    _lay_out[(1,)](pages.slots, pages.lengths, pages.query_start, splits, *counts, *sizes)
     return splits
 
 
-@triton.jit(do_not_specialize=["rows", "most", "fill", "least"])  # they differ from step to step
+@triton.jit(do_not_specialize=["rows", "most", "extra", "busy", "fill", "least"])  # they differ from step to step
 def _lay_out(
     slots,
     lengths,
@@ -141,6 +155,8 @@ def _lay_out(
     splits,
     rows,
     most,
+    extra,
+    busy,
     fill,
     least,
     WINDOW: tl.constexpr,
@@ -159,10 +175,11 @@ def _lay_out(
     # Of the rows of one token, and not of those that are padding or prompts: there may be many of these.
     live = tl.sum(mine.to(tl.int32))
     total = tl.sum(n - begin)
-    if 2 * live >= fill:
-        longest = tl.maximum(tl.cdiv(total, 2 * fill), total // tl.maximum(live, 1) * 5 // 4)
+    longest = tl.cdiv(total, extra)
+    if live >= busy:
+        longest = tl.maximum(longest, total // tl.maximum(live, 1) * 5 // 4)
     else:
-        longest = tl.maximum(tl.cdiv(total, 2 * fill), tl.minimum(tl.cdiv(total, fill), 256))
+        longest = tl.maximum(longest, tl.minimum(tl.cdiv(total, fill), 256))
         longest = tl.maximum(longest, tl.minimum(total // least, 128))
     bound = tl.maximum(tl.cdiv(n - begin, _MOST * least), tl.maximum(longest, BLOCK))  # [rows], of a split's length
     even = tl.cdiv(n - begin, tl.maximum(tl.cdiv(n - begin, bound), 1))
@@ -170,7 +187,7 @@ def _lay_out(
     count = tl.where(mine, tl.maximum(tl.cdiv(n - begin, per), 1), 0)
     first = tl.cumsum(count) - count
     cut = (count > 1).to(tl.int32)
-    counter = tl.cumsum(cut) - cut  # of the rows that are cut, fewer than 2 * fill
+    counter = tl.cumsum(cut) - cut  # of the rows that are cut, at most `extra`
     for i in range(tl.max(count)):
         at = splits + (first + i) * _FIELDS
         lo = begin + i * per

@@ -196,21 +196,24 @@ def most_tiled_rows(n: int, k: int, gated: bool) -> int:
     """
     if n * k > 8 * _SMALL:  # a head
         return 16
-    if n * k > 2 * _SMALL or (n * k >= _SMALL and not gated):
+    if n * k > 2 * _SMALL:
+        return 128 if gated else 64
+    if n * k >= _SMALL and not gated:
         return 64
     return 256 if gated or n >= 4 * k else 128
 
 
 @cache
 def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int, shared: int) -> TilePlan:
-    """Tiles of 64 outputs. The inputs are split where there are few tiles and much to read for each.
+    """Tiles of 64 outputs, or of 128 where there are many. The inputs are split where there are few tiles and much to
+    read for each.
 
     shared: bytes that a program may have; what it does not keep for other things holds the stages.
     """
     height = max(power_of_two(rows), 16)
     if height > 64 and n * k * (2 if gated else 1) <= _SMALL:
         height //= 2
-    outputs = 64
+    outputs = 128 if gated and height > 64 and n * k > 2 * _SMALL else 64
     depth = 128 if height + outputs * (2 if gated else 1) <= 192 else 64
     tiles, splits = cdiv(rows, height) * cdiv(n, outputs), 1
     while not gated and splits < 8:
@@ -221,7 +224,8 @@ def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int, shar
     room, line = shared * 7 // 8, 2 * (height + outputs * (2 if gated else 1))  # bytes; of an input's share of a stage
     while 2 * depth * line > room and depth > 16:
         depth //= 2
-    return TilePlan(height, outputs, depth, splits, 8 if height > 128 else 4, min(room // (depth * line), 5))
+    warps = 8 if height > 128 or outputs > 64 else 4
+    return TilePlan(height, outputs, depth, splits, warps, min(room // (depth * line), 5))
 
 
 def _tiled(
