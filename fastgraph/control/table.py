@@ -114,10 +114,14 @@ class SlotTable:
         known = self.known[slots]
         step = np.arange(len(tokens))[:, None]
         generated = known - self.prompt[slots]
-        self.first_token_at[slots[generated == 0]] = perf_counter()
-        stops = (self.stop_ids[slots] == tokens[..., None]).any(-1) & (generated + step >= self.min_tokens[slots])
-        stopped = stops.any(0)
-        taken = np.where(stopped, stops.argmax(0), len(tokens))
+        if not generated.all():
+            self.first_token_at[slots[generated == 0]] = perf_counter()
+        taken, stopped = np.full(len(slots), len(tokens)), np.zeros(len(slots), bool)
+        stops = self.stop_ids[slots] == tokens[..., None]  # [steps, rows, stop ids]
+        if stops.any():  # seldom
+            stops = stops.any(-1) & (generated + step >= self.min_tokens[slots])
+            stopped = stops.any(0)
+            taken = np.where(stopped, stops.argmax(0), len(tokens))
         self.tokens[slots, known + step] = tokens
         self.known[slots] = known + taken
         return taken, stopped, ~stopped & (known + taken >= self.limit[slots])

@@ -52,7 +52,9 @@ class Slots:
         self._biased: set[int] = set()  # slots whose bias row is not empty
         self.wants_logprobs = np.zeros(rows, bool)  # on the host: whether results must carry them
         self._recent = torch.zeros(limits.multi_step, rows, dtype=torch.int32, device=device)
-        self._generated = np.zeros(rows, np.int64)  # the field, as it will be after the plans so far
+        # Where in it, made flat, each slot's next token will stand: so many rows on with every token, and round again.
+        self._next = np.zeros(rows, np.int64)
+        self._ahead = np.arange(limits.multi_step)[:, None] * rows
         self._field("repetition").fill_(1.0)
         self._field("top_p").fill_(1.0)
         self._field("logprobs").fill_(-1)
@@ -98,10 +100,10 @@ class Slots:
 
         Call it once for each plan, in their order.
         """
-        slots, (recent, rows) = plan.sampling_slots, self._recent.shape
-        begin = self._generated[slots]
-        self._generated[slots] = begin + plan.repeats
-        return ((begin + np.arange(plan.repeats)[:, None]) % recent * rows + slots).ravel()
+        slots = plan.sampling_slots
+        places = (self._next[slots] + self._ahead[: plan.repeats]) % self._recent.numel()
+        self._next[slots] += plan.repeats * len(self._next)
+        return places.ravel()
 
     def _admit(self, admissions: Sequence[Admission]) -> None:
         rows = [np.concatenate([[a.slot], _pack(a), _padded(a.stop_ids, MAX_STOP_IDS)]) for a in admissions]
@@ -114,7 +116,7 @@ class Slots:
             if _penalised(admission.sampling):
                 self._set_history(admission)
             self.wants_logprobs[admission.slot] = admission.sampling.logprobs
-            self._generated[admission.slot] = len(admission.answer)
+            self._next[admission.slot] = admission.slot + len(admission.answer) * len(self._next)
 
     def _set_bias(self, slot: int, sampling: SamplingParams) -> None:
         if slot in self._biased:
