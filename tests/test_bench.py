@@ -157,7 +157,7 @@ def test_weights_that_a_step_reads_are_those_of_transformers_model(tied: bool) -
     read = sum(parameter.numel() for parameter in theirs.parameters())
     if not tied:
         read -= theirs.model.embed_tokens.weight.numel()  # a step looks up a few rows
-    found = roofline.roofline_of(config, torch.bfloat16, roofline.Peaks(1e9, 1e12))
+    found = roofline.roofline_of(config, torch.bfloat16, roofline.Peaks(1e9, 1e12, 1e12))
     assert found.weights == 2 * read
     assert found.kv_token == 2 * 2 * 2 * 2 * 8  # layers, k and v, kv heads, head_dim, bytes
     assert found.token_flops + found.head_flops == 2 * read
@@ -166,7 +166,7 @@ def test_weights_that_a_step_reads_are_those_of_transformers_model(tied: bool) -
 def test_a_step_reads_the_experts_that_its_rows_come_upon() -> None:
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 5, "mlp_only_layers": [0]}
     config = {**TINY, **sizes, "architectures": ["Qwen3MoeForCausalLM"]}
-    found = roofline.roofline_of(config, torch.bfloat16, roofline.Peaks(1e9, 1e12))
+    found = roofline.roofline_of(config, torch.bfloat16, roofline.Peaks(1e9, 1e12, 1e12))
     layers, hidden = TINY["num_hidden_layers"] - 1, TINY["hidden_size"]
     expert = 3 * 5 * hidden
     assert found.experts == 2 * layers * 8 * expert

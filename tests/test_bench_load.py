@@ -67,7 +67,7 @@ def silent(*_: object) -> None:
 def test_the_limit_of_known_workloads_on_a_known_machine(name: str, chat: int, sampling: int, turns: int) -> None:
     """Output tokens a second, counted by another program, at 4.375 TB/s and 790 TFLOP/s with 1024 requests at once."""
     shape = json.loads(Path(str(with_shape(EngineConfig(model=name, load_format="dummy")).model)).read_text())
-    machine = roofline.roofline_of(shape, torch.bfloat16, Peaks(4.375e12, 790e12))
+    machine = roofline.roofline_of(shape, torch.bfloat16, Peaks(4.375e12, 790e12, 680e12))
     for workload, expected in ((workloads.chat(1000), chat), (workloads.repeated_sampling(), sampling)):
         costs = limit.costs((turn.ids, 0, turn.max_tokens) for (turn,) in workload)
         tokens = sum(cost.answer for cost in costs)
@@ -254,7 +254,7 @@ def test_text_is_made_of_every_answer_if_asked_for(llm: fastgraph.LLM, monkeypat
 def test_memory_of_the_weights_is_that_of_transformers_model(llm: fastgraph.LLM, kind: str) -> None:
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     dtype = getattr(torch, kind)
-    machine = roofline.roofline_of(TINY, dtype, Peaks(1e9, 1e12))
+    machine = roofline.roofline_of(TINY, dtype, Peaks(1e9, 1e12, 1e12))
     found = memory.by_kind(TINY, llm.limits, machine, dtype, torch.device("cpu"))
     assert found["weights"] == dtype.itemsize * sum(parameter.numel() for parameter in theirs.parameters())
     pages = llm.limits.pages + 1

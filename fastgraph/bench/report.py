@@ -127,7 +127,10 @@ def show(found: Mapping[str, Any], console: Console) -> None:
             f"{roofline['bandwidth'] / 1e9:.1f} GB/s, measured now."
         )
     if found["bench"] == "latency":
-        console.print(f"{FLOPS_FORMULA}; here {roofline['matmul'] / 1e12:.1f} TFLOP/s, measured now.")
+        console.print(
+            f"{FLOPS_FORMULA}; here {roofline['matmul'] / 1e12:.1f} TFLOP/s at best, and "
+            f"{roofline['lasting'] / 1e12:.1f} when it goes on for half a second, measured now."
+        )
     elif found["bench"] == "throughput":
         console.print(f"The rate of a large product is {roofline['matmul'] / 1e12:.2f} TFLOP/s, measured now.")
     if "memory" in found:
@@ -175,10 +178,10 @@ def _show_steps(steps: Mapping[str, Any], console: Console) -> None:
     console.print("A decode step:")
     console.print(table)
     for row in steps["prefill"]:
-        seconds, share = row["seconds"]["median"], row["matmul_share"]["median"]
+        seconds, share, lasting = (row[name]["median"] for name in ("seconds", "matmul_share", "lasting_share"))
         console.print(
             f"Prefill of {row['tokens']} tokens ({row['arm']}): {seconds * 1e3:.1f} ms, "
-            f"{row['flops'] / 1e12:.2f} TFLOP, {share:.1%} of the measured matmul rate."
+            f"{row['flops'] / 1e12:.2f} TFLOP, {share:.1%} of the measured matmul rate, {lasting:.1%} of what lasts."
         )
 
 

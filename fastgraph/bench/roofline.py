@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ FLOPS_FORMULA = (
 
 _BUFFER = {"cpu": 2**29, "cuda": 2**32}  # bytes: far beyond any cache, and small beside the model
 _TRIALS = 5
+_WARM = 0.25  # seconds, after which a GPU has come down to the clock that its power allows for products
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Roofline:
     head_flops: int = 0  # of the product with the head's weights, for a token that is sampled
     context_flops: int = 0  # of attention, for a token and a token that it sees
     matmul: float = inf  # FLOP a second of a large product, the best seen
+    lasting: float = inf  # the same for a product that goes on and on: what power and heat allow
     experts: int = 0  # bytes of all routed experts
     routed: float = 1.0  # the share of the experts that a token goes to
 
@@ -64,12 +67,13 @@ class Peaks(NamedTuple):
     """What a machine can do."""
 
     bandwidth: float  # bytes a second
-    matmul: float  # FLOP a second
+    matmul: float  # FLOP a second, at best
+    lasting: float  # FLOP a second, going on
 
 
 def measure_peaks(dtype: torch.dtype, device: torch.device) -> Peaks:
     """Measured now, in memory that is free: before an engine takes it."""
-    peaks = Peaks(read_bandwidth(device), matmul_rate(device, dtype))
+    peaks = Peaks(read_bandwidth(device), *matmul_rates(device, dtype))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return peaks
@@ -97,17 +101,27 @@ def roofline_of(config: Mapping[str, Any], dtype: torch.dtype, peaks: Peaks) -> 
         head_flops=2 * head,
         context_flops=4 * shape.layers * shape.heads * shape.head_dim,  # q by k, and weights by v
         matmul=peaks.matmul,
+        lasting=peaks.lasting,
         experts=experts * dtype.itemsize,
         routed=routed,
     )
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP a second of a square product: the best of several trials. Random values, since zeros compute faster."""
+def matmul_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """FLOP a second of a square product: the best of several trials, and the median after `_WARM` seconds of them.
+
+    Random values, since zeros compute faster, and take less power.
+    """
     size = _MATRIX[device.type]
     a, b = (torch.randn(size, size, device=device, dtype=dtype) * 0.02 for _ in range(2))
     torch.mm(a, b)
-    return 2 * size**3 / min(seconds_of(lambda: torch.mm(a, b), device) for _ in range(4 * _TRIALS))
+    taken: list[float] = []
+    total = 0.0
+    while total < 2 * _WARM or len(taken) < 4 * _TRIALS:
+        taken.append(seconds_of(lambda: torch.mm(a, b), device))
+        total += taken[-1]
+    flops = 2 * size**3
+    return flops / min(taken[: 4 * _TRIALS]), flops / median(taken[len(taken) // 2 :])
 
 
 def read_bandwidth(device: torch.device) -> float:

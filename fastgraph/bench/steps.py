@@ -179,10 +179,12 @@ def bench(
             arm.prefill(tokens)
             took = [arm.prefill(tokens) for _ in range(repeats)]
             flops = roofline.prefill_flops(tokens)
-            share = [flops / seconds / roofline.matmul for seconds in took]
-            prefilled.append(
-                {"arm": name, "tokens": tokens, "flops": flops, "seconds": spread(took), "matmul_share": spread(share)}
-            )
+            rates = [flops / seconds for seconds in took]
+            prefilled.append({
+                "arm": name, "tokens": tokens, "flops": flops, "seconds": spread(took),
+                "matmul_share": spread([rate / roofline.matmul for rate in rates]),
+                "lasting_share": spread([rate / roofline.lasting for rate in rates]),
+            })  # fmt: skip
         counters = {name: arm.handle.counters() for name, arm in built.items()}
     return {"decode": rows, "prefill": prefilled, "counters": counters}
 
