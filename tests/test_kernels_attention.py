@@ -79,7 +79,7 @@ def check_decode(past: list[int], kind: tuple) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [1, 4, 16])
 def test_decode_norms_rotates_writes_and_attends(kind: tuple, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "split_plan", lambda *_: decode.SplitPlan(pieces, pieces, 32, 32))
+    monkeypatch.setattr(decode, "split_plan", lambda *_: decode.SplitPlan(pieces, pieces, 32, 32, 4096))
     check_decode([0, 37, 100, 15, 64], kind)
     check_decode([700, 0, 1], kind)
 
@@ -107,10 +107,11 @@ def test_padding_rows_write_to_page_zero_alone_and_change_no_other_row() -> None
     busy=st.integers(1, 50),
     fill=st.integers(1, 70),
     least=st.integers(1, 70),
+    cut=st.sampled_from([1, 4096]),
     window=st.sampled_from([0, 40, 512]),
 )
 def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
-    data: st.DataObject, busy: int, fill: int, least: int, window: int
+    data: st.DataObject, busy: int, fill: int, least: int, cut: int, window: int
 ) -> None:
     """Whatever there is beside them: rows of prompts, and empty ones that fill up a graph."""
     page_size, block = 16, 32
@@ -119,11 +120,11 @@ def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
     paged = Paged.of([0] * len(past), 1, 1, 8, page_size)
     paged.lengths[paged.slots.long()] = torch.tensor(past, dtype=torch.int32, device=DEVICE)
     pages = paged.pages(counts, empty=data.draw(st.sampled_from([0, 3, 90])))
-    found = decode.lay_out(pages, decode.SplitPlan(busy, fill, least, block), window).tolist()
+    found = decode.lay_out(pages, decode.SplitPlan(busy, fill, least, block, cut), window).tolist()
     single = [row for row, count in enumerate(counts) if count == 1]
     begins = [max(n + 1 - window, 0) // page_size * page_size if window else 0 for n in past]
     total, live = sum(past[row] - begins[row] for row in single), max(len(single), 1)
-    extra = max(2 * fill, len(pages.slots) * 5 // 8)
+    extra = max(2 * fill, min(len(single) * 5 // 8, cut))
     if len(single) >= busy:
         longest = max(-(-total // extra), total // live * 5 // 4, block)
     else:
@@ -146,6 +147,13 @@ def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
             counters.add(mine[0][0])
         at += len(mine)
     assert all(split[0] == -1 for split in found[at:])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8, 32, 128])
+@pytest.mark.parametrize("rows", [1, 300, 5000, 20_000])
+def test_there_are_counters_for_all_rows_that_may_be_cut(kv_heads: int, rows: int) -> None:
+    plan = decode.split_plan(kv_heads, 64, 148)
+    assert decode.spare_splits(rows, plan.fill, plan.cut) * kv_heads <= launch.COUNTERS
 
 
 def test_a_step_is_laid_out_once_and_the_next_one_anew() -> None:

@@ -157,3 +157,13 @@ def test_kernels_that_overlap_in_a_captured_graph_equal_those_that_run_alone() -
             out.fill_(torch.nan)
             graph.replay()
             assert torch.equal(out, alone)
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("rows", [65, 100, 128])
+def test_a_large_gated_layer_of_many_rows_in_wide_tiles(rows: int) -> None:
+    n, k = 8200, 4160  # outputs that fill no tile at the end
+    assert linears.tile_plan(rows, n, k, True, 132, launch.shared_memory(DEVICE)).outputs == 128
+    args, gated, residual, answer = problem(rows, n, k, (False, True, True, False))
+    assert error(linears.linear(*args, gated, residual), answer) < TOLERANCE

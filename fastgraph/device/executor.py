@@ -31,9 +31,9 @@ Launch = Callable[[], SamplerOutput]  # a step that is prepared, and only to be 
 class Copied:
     """A plan's outputs on their way to the host; on a CPU they are there already."""
 
-    outputs: SamplerOutput
-    rows: NDArray[np.int64]  # [sampled rows], where in the outputs they stand
-    wants_logprobs: bool
+    tokens: Tensor
+    logprobs: tuple[Tensor, ...] | None  # the other parts of a `SamplerOutput`, if a row wants them
+    rows: NDArray[np.int64]  # [sampled rows], where in these they stand
     seconds: float  # that it took, where it has run already
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # the plan's begin, and the arrival of its outputs
 
@@ -46,10 +46,10 @@ class Copied:
             began, arrived = self.events
             arrived.synchronize()
             seconds = began.elapsed_time(arrived) / 1e3
-        tokens = self.outputs.tokens.numpy()[self.rows]
-        if not self.wants_logprobs:
+        tokens = self.tokens.numpy()[self.rows]
+        if self.logprobs is None:
             return StepResult(tokens, None, seconds)
-        return StepResult(tokens, Logprobs(*(part.numpy()[self.rows] for part in self.outputs[1:])), seconds)
+        return StepResult(tokens, Logprobs(*(part.numpy()[self.rows] for part in self.logprobs)), seconds)
 
 
 class Executor:
@@ -73,7 +73,7 @@ class Executor:
         self._host_pages = HostPages(device)
         self.above_ladder = 0  # decode steps too large for every captured graph
         self.padding_tokens = 0  # computed to fill up captured graphs
-        # A result is read before its buffer's turn comes again.
+        # A result is read before its buffer's turn comes again, on a CPU too.
         recent = slots.state.recent
         self._host = cycle([_Arrival(metadata.rows * len(recent), recent) for _ in range(depth + 2)])
 
@@ -85,14 +85,14 @@ class Executor:
         self._slots.apply(plan)
         rows = len(plan.decode_slots)
         launch = self._mixed(plan) if plan.spans else self._decode(rows, plan)
-        places = self._slots.sampled(plan)
+        places = self._slots.advance(plan)
         arrival = next(self._host)
         if not self._slots.wants_logprobs[plan.sampling_slots].any():
-            return arrival.copy_tokens(launch, plan.repeats, places)
+            return arrival.fetch_tokens(launch, plan.repeats, places)
         sampled = np.arange(rows * plan.repeats)
         if plan.spans:
             sampled = np.concatenate([sampled, rows + np.flatnonzero([span.samples for span in plan.spans])])
-        return arrival.copy_outputs(launch, plan.repeats, rows + len(plan.spans), sampled)
+        return arrival.fetch_outputs(launch, plan.repeats, rows + len(plan.spans), sampled)
 
     def _mixed(self, plan: StepPlan) -> Launch:
         size = self._mixed_ladder.fit(plan.tokens) if self._mixed_ladder else None
@@ -226,15 +226,15 @@ class _Arrival:
         self._outputs = outputs_of(rows, pin_memory=pinned)
         self._recent = torch.empty_like(recent, device="cpu", pin_memory=pinned)
         self._events = (_event(), _event()) if pinned else None
-        self._fetch: Callable[[], Any] = partial(self._recent.copy_, recent, non_blocking=True)
+        self._copy: Callable[[], Any] = partial(self._recent.copy_, recent, non_blocking=True)
         if pinned:  # always the same copy: recorded, it is launched in less time
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._fetch()
-            self._fetch = graph.replay
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # the stream is else one for all threads
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._copy()
+            self._copy = graph.replay
 
-    def copy_tokens(self, launch: Launch, repeats: int, places: NDArray[np.int64]) -> Copied:
-        """Launch the steps, and have the tokens copied that all slots sampled last: once, however many the steps.
+    def fetch_tokens(self, launch: Launch, repeats: int, places: NDArray[np.int64]) -> Copied:
+        """Launch the steps, and copy the tokens that all slots sampled last: once, however many the steps.
 
         places: where the plan's tokens will stand in `SlotState.recent`, made flat.
         """
@@ -242,13 +242,13 @@ class _Arrival:
         def work() -> None:
             for _ in range(repeats):
                 launch()
-            self._fetch()
+            self._copy()
 
         seconds = self._timed(work)
-        return Copied(self._outputs._replace(tokens=self._recent.view(-1)), places, False, seconds, self._events)
+        return Copied(self._recent.view(-1), None, places, seconds, self._events)
 
-    def copy_outputs(self, launch: Launch, repeats: int, count: int, rows: NDArray[np.int64]) -> Copied:
-        """Launch the steps, and have `count` rows of each's outputs copied before the next one overwrites them."""
+    def fetch_outputs(self, launch: Launch, repeats: int, count: int, rows: NDArray[np.int64]) -> Copied:
+        """Launch the steps, and copy `count` rows of each's outputs before the next one overwrites them."""
 
         def work() -> None:
             for first in range(0, repeats * count, count):
@@ -256,7 +256,7 @@ class _Arrival:
                     target[first : first + count].copy_(source[:count], non_blocking=True)
 
         seconds = self._timed(work)
-        return Copied(self._outputs, rows, True, seconds, self._events)
+        return Copied(self._outputs.tokens, self._outputs[1:], rows, seconds, self._events)
 
     def _timed(self, work: Callable[[], None]) -> float:
         """Submit the work between the two events; or do it where there are none, and tell how long it took."""

@@ -39,6 +39,9 @@ class DeviceHandle:
 
     def shutdown(self) -> None:
         """Let go of the device's memory. No step may be submitted afterwards."""
+        if torch.cuda.is_initialized():
+            with suppress(RuntimeError):  # of a device that has failed
+                torch.cuda.synchronize()  # what is in flight writes to memory that others may get
         del self._executor, self._step
         serving.begin_step()  # kernels let go of what they laid out for the last one
         gc.collect()  # torch has made cycles of what built the model

@@ -28,7 +28,7 @@ FIELDS = {name: row for row, name in enumerate(FLOATS + INTS)}
 class SlotState(NamedTuple):
     """Views of the tables, as the compiled step takes them. [slots] unless noted."""
 
-    recent: Tensor  # [recent, slots] int32, the tokens sampled last: number i of an answer stands in row i % recent
+    recent: Tensor  # [multi_step, slots] int32, the tokens sampled last: number i of an answer in row i % multi_step
     lengths: Tensor  # int32, tokens whose KV is in the slot's pages
     prompt_lengths: Tensor  # int32
     page_table: Tensor  # [slots, pages_per_slot] int32
@@ -95,10 +95,10 @@ class Slots:
             slot, index, page = upload(np.ascontiguousarray(plan.page_writes.T), self._device)
             self._page_table[slot, index] = page
 
-    def sampled(self, plan: StepPlan) -> NDArray[np.int64]:
+    def advance(self, plan: StepPlan) -> NDArray[np.int64]:
         """Where in `state.recent`, made flat, the tokens of the plan will stand, one step's behind the other's.
 
-        Call it once for each plan, in their order.
+        Call it once for each plan, in their order. They stand there until the next plan's steps run.
         """
         slots = plan.sampling_slots
         places = (self._next[slots] + self._ahead[: plan.repeats]) % self._recent.numel()

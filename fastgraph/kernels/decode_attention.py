@@ -22,6 +22,7 @@ from torch import Tensor
 from fastgraph.kernels import serving
 from fastgraph.kernels.attention import Pages, Turn
 from fastgraph.kernels.launch import (
+    COUNTERS,
     can_overlap,
     counters,
     gdc_launch_dependents,
@@ -34,7 +35,7 @@ from fastgraph.kernels.rotary import angles, norm_and_rotate, partner_of
 _STAGES = 2  # of the load pipeline: the page numbers, and then the keys and values, of the blocks ahead
 # Of a split: the counter of its row, slot, begin, end; and of the row: length, first split, number of splits, token.
 _FIELDS = tl.constexpr(8)
-_BUSY = 6  # programs for each multiprocessor, of uncut rows
+_BUSY = 6  # programs for each multiprocessor keep it busy
 _LEAST = 64  # programs, below which even short splits are cut
 _MOST = tl.constexpr(8)  # times `least`: the splits of a row
 _BELOW = tl.constexpr(-1.0e30)  # for a score; -inf would make NaN of an empty block
@@ -118,13 +119,15 @@ class SplitPlan(NamedTuple):
     fill: int  # splits that keep the machine busy where the rows are fewer
     least: int  # splits, below which even short ones are cut
     block: int  # tokens that a program reads at a time
+    cut: int  # rows that may be cut at most: each counts its splits, in a place of its own for each kv head
 
 
 @cache
 def split_plan(kv_heads: int, head_dim: int, multiprocessors: int) -> SplitPlan:
     busy = max(_BUSY * multiprocessors // kv_heads, 1)
     fill = busy * max(128 // head_dim, 1)  # of narrow heads a program has less to read
-    return SplitPlan(busy, fill, max(_LEAST // kv_heads, 1), 32 if head_dim <= 128 else 16)  # what registers hold
+    block = 32 if head_dim <= 128 else 16  # what registers hold
+    return SplitPlan(busy, fill, max(_LEAST // kv_heads, 1), block, COUNTERS // kv_heads)
 
 
 def lay_out(pages: Pages, plan: SplitPlan, window: int) -> Tensor:
@@ -132,22 +135,27 @@ def lay_out(pages: Pages, plan: SplitPlan, window: int) -> Tensor:
 
     Fewer than `busy` rows are cut into about `fill` splits, or twice as many if these have 256 tokens still; but one of
     less than 128 tokens is only worth it where there would not even be `least` of them. Of more rows only those are cut
-    that are longer than the mean by some. A row has `_MOST` * `least` splits at most: they are added up one after the
-    other.
+    that are longer than the mean by some, so that there are `spare_splits` more splits than rows at most. A row has
+    `_MOST` * `least` splits at most: they are added up one after the other.
     """
     rows = len(pages.slots)
-    extra = max(2 * plan.fill, rows * 5 // 8)  # programs that find no split cost little, but not nothing
-    most = min(rows + extra, rows * _MOST.value * plan.least)
+    # Programs that find no split cost little, but not nothing.
+    most = min(rows + spare_splits(rows, plan.fill, plan.cut), rows * _MOST.value * plan.least)
     splits = torch.empty(most, _FIELDS.value, dtype=torch.int32, device=pages.slots.device)
     # A kernel for few rows, and one for all others: an engine's page table has more than it can have rows.
     width = 64 if rows <= 64 else power_of_two(max(rows, len(pages.page_table)))
-    counts = (rows, most, extra, plan.busy, plan.fill, plan.least)
+    counts = (rows, most, plan.busy, plan.fill, plan.least, plan.cut)
     sizes = (window, pages.k_cache.shape[1], plan.block, width)
     _lay_out[(1,)](pages.slots, pages.lengths, pages.query_start, splits, *counts, *sizes)
     return splits
 
 
-@triton.jit(do_not_specialize=["rows", "most", "extra", "busy", "fill", "least"])  # they differ from step to step
+def spare_splits(rows: int, fill: int, cut: int) -> int:
+    """How many more splits than rows of one token there may be."""
+    return max(2 * fill, min(rows * 5 // 8, cut))
+
+
+@triton.jit(do_not_specialize=["rows", "most", "busy", "fill", "least", "cut"])  # they differ from step to step
 def _lay_out(
     slots,
     lengths,
@@ -155,10 +163,10 @@ def _lay_out(
     splits,
     rows,
     most,
-    extra,
     busy,
     fill,
     least,
+    cut,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -175,7 +183,7 @@ def _lay_out(
     # Of the rows of one token, and not of those that are padding or prompts: there may be many of these.
     live = tl.sum(mine.to(tl.int32))
     total = tl.sum(n - begin)
-    longest = tl.cdiv(total, extra)
+    longest = tl.cdiv(total, tl.maximum(2 * fill, tl.minimum(live * 5 // 8, cut)))  # as in `spare_splits`
     if live >= busy:
         longest = tl.maximum(longest, total // tl.maximum(live, 1) * 5 // 4)
     else:
@@ -186,8 +194,8 @@ def _lay_out(
     per = tl.maximum(tl.cdiv(even, BLOCK) * BLOCK, BLOCK)
     count = tl.where(mine, tl.maximum(tl.cdiv(n - begin, per), 1), 0)
     first = tl.cumsum(count) - count
-    cut = (count > 1).to(tl.int32)
-    counter = tl.cumsum(cut) - cut  # of the rows that are cut, at most `extra`
+    counts = (count > 1).to(tl.int32)
+    counter = tl.cumsum(counts) - counts
     for i in range(tl.max(count)):
         at = splits + (first + i) * _FIELDS
         lo = begin + i * per

@@ -22,6 +22,8 @@ from triton.language.extra.cuda import gdc_wait as gdc_wait
 
 from fastgraph.kernels import serving
 
+COUNTERS = 65536
+
 
 def cdiv(n: int, parts: int) -> int:
     """n / parts, rounded up. Triton's own, which serves kernels as well, takes 2 to 4 µs a call."""
@@ -55,12 +57,12 @@ def shared_memory(device: torch.device) -> int:
 
 
 def counters(device: torch.device) -> Tensor:
-    """[65536] int32 zeros, in which programs of one kernel count which of them is the last. It sets them back to zero.
+    """[COUNTERS] int32 zeros, in which programs of one kernel count which of them is the last. It sets them back.
 
     Kept for good, because a captured graph goes on using them. Each thread, and so each engine, has its own, for its
     kernels run one after the other, and those of two engines may not.
     """
-    return serving.keep(("counters", device), lambda: torch.zeros(65536, dtype=torch.int32, device=device))
+    return serving.keep(("counters", device), lambda: torch.zeros(COUNTERS, dtype=torch.int32, device=device))
 
 
 _built = 0

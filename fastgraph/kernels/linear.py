@@ -205,15 +205,15 @@ def most_tiled_rows(n: int, k: int, gated: bool) -> int:
 
 @cache
 def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int, shared: int) -> TilePlan:
-    """Tiles of 64 outputs, or of 128 where there are many. The inputs are split where there are few tiles and much to
-    read for each.
+    """Tiles of 64 outputs, or of 128 in large gated layers of many rows. The inputs are split where there are few tiles
+    and much to read for each.
 
     shared: bytes that a program may have; what it does not keep for other things holds the stages.
     """
     height = max(power_of_two(rows), 16)
     if height > 64 and n * k * (2 if gated else 1) <= _SMALL:
         height //= 2
-    outputs = 128 if gated and height > 64 and n * k > 2 * _SMALL else 64
+    outputs = 128 if gated and height == 128 and n * k > 2 * _SMALL else 64
     depth = 128 if height + outputs * (2 if gated else 1) <= 192 else 64
     tiles, splits = cdiv(rows, height) * cdiv(n, outputs), 1
     while not gated and splits < 8:
