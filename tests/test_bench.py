@@ -274,6 +274,7 @@ def test_steps_are_measured_in_every_arm_and_prompts_may_be_longer_than_contexts
     assert [row["tokens"] for row in steps["prefill"]] == [9, 200]
     assert steps["counters"]["eager"]["recompiles"] == 0
     assert "Prefill of 200 tokens (eager)" in found.output
+    assert "eager: recompiles 0, eager steps 0" in found.output
 
 
 def test_an_arm_that_does_not_exist_is_refused(tiny: Path) -> None:

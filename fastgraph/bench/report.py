@@ -135,7 +135,11 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         console.print(f"The rate of a large product is {roofline['matmul'] / 1e12:.2f} TFLOP/s, measured now.")
     if "memory" in found:
         console.print("Memory: " + ", ".join(f"{kind} {_bytes(count)}" for kind, count in found["memory"].items()))
-    console.print(", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found["counters"].items()))
+    console.print(_counts(found["counters"]))
+
+
+def _counts(counters: Mapping[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counters.items())
 
 
 def _show_latency(found: Mapping[str, Any], console: Console) -> None:
@@ -177,6 +181,8 @@ def _show_steps(steps: Mapping[str, Any], console: Console) -> None:
         table.add_row(str(row["batch"]), str(row["context"]), row["arm"], *figures, *work)
     console.print("A decode step:")
     console.print(table)
+    for arm, counters in steps["counters"].items():
+        console.print(f"{arm}: " + _counts(counters))
     for row in steps["prefill"]:
         seconds, share, lasting = (row[name]["median"] for name in ("seconds", "matmul_share", "lasting_share"))
         console.print(

@@ -100,6 +100,8 @@ def build_device(
 def _build(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, vocab: int | None, progress: Progress
 ) -> DeviceHandle:
+    if device.type == "cpu" and (config.max_capture_bs or config.max_capture_tokens):
+        raise ConfigError("max_capture_bs and max_capture_tokens are of CUDA graphs, and this is a CPU")
     dtype = settle_dtype(config, device)
     module = models.find(checkpoint.config)
     shape = module.Config.from_hf(checkpoint.config)
