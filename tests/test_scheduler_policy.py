@@ -356,12 +356,12 @@ def count_operations(function: Callable[[], Any], times: int = 1) -> int:
     return count
 
 
-def decoding_batch(size: int) -> Callable[[], None]:
+def decoding_batch(size: int, incremental: bool = False) -> Callable[[], None]:
     """A step of `size` decoding requests, page growth included as it comes."""
     limits = Limits(size, size * 64, 16, 1024, size * 32, VOCAB)
     scheduler = Scheduler(limits)
     for number in range(1, size + 1):
-        scheduler.submit(make_request(number, 32, 900))
+        scheduler.submit(make_request(number, 32, 900, incremental=incremental))
 
     def step() -> None:
         plan = scheduler.plan()
@@ -377,3 +377,8 @@ def test_a_step_of_a_thousand_decoding_requests_costs_about_what_one_of_ten_does
     few, many = (count_operations(decoding_batch(size), times=200) for size in (10, 1000))
     assert few > 200 * 20  # it counts something
     assert many < 3 * few
+
+
+def test_each_of_a_thousand_streams_costs_a_step_no_more_than_making_its_output() -> None:
+    few, many = (count_operations(decoding_batch(size, incremental=True), times=20) for size in (10, 1000))
+    assert (many - few) / 20 / 990 < 10

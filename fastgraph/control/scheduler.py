@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import repeat
 from math import isnan
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,8 +45,7 @@ from fastgraph.errors import RequestError
 PAGES_AHEAD = 4  # pages a decoding slot is given at once, so that most steps change no page table
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What the front learns of a request: new tokens if it is incremental, all of them when it ends."""
 
     request_id: int
@@ -362,26 +363,29 @@ class Scheduler:
         rows = np.flatnonzero(self.table.running[plan.sampling_slots])
         slots = plan.sampling_slots[rows]
         taken, stopped, full = self.table.land(slots, tokens[:, rows])
-        told = np.flatnonzero(stopped | full | self.table.incremental[slots])
+        ended = stopped | full
+        told = np.flatnonzero(ended | self.table.incremental[slots])
         outputs: list[Output] = []
-        if len(told):  # in most steps there is nothing to tell, or the same of all
-            reasons: list[FinishReason | None] = [None] * len(told)
-            for i in np.flatnonzero((stopped | full)[told]).tolist():
-                reasons[i] = "stop" if stopped[told[i]] else "length"
-            at = slots[told]
+        if len(told):  # in most steps there is nothing to tell, or of all that they go on
+            at, nothing = slots[told], repeat(None)
             ids, pasts = self.table.request_id[at].tolist(), self.table.pasts(at)
+            outputs = list(map(Output, ids, tokens[:, rows[told]].T, nothing, nothing, pasts))
             # Token j of row i stands at i + j * width.
             width, first = tokens.shape[1], rows[told]
-            mine = map(slice, first.tolist(), (first + taken[told] * width).tolist(), [width] * len(told))
-            each = zip(ids, at.tolist(), mine, reasons, pasts, strict=True)
-            outputs = [self._output(result, *one) for one in each]
+            last = first + taken[told] * width
+            for i in np.flatnonzero(ended[told] | (result.logprobs is not None)).tolist():
+                reason: FinishReason | None = None
+                if ended[told[i]]:
+                    reason = "stop" if stopped[told[i]] else "length"
+                outputs[i] = self._complete(outputs[i], result, slice(first[i], last[i], width), int(at[i]), reason)
         self._release_landed()
         return outputs
 
-    def _output(
-        self, result: StepResult, request_id: int, slot: int, rows: slice, reason: FinishReason | None, past: Past
+    def _complete(
+        self, output: Output, result: StepResult, rows: slice, slot: int, reason: FinishReason | None
     ) -> Output:
-        state = self.states[request_id]
+        """The output of a request that ends, or that may have log-probabilities."""
+        state = self.states[output.request_id]
         assert isinstance(state, Decoding)
         logprobs = None
         if state.request.incremental:
@@ -392,4 +396,4 @@ class Scheduler:
             tokens = self.table.answer(slot)
         if reason is not None:
             self._finish(state)
-        return Output(request_id, tokens, logprobs, reason, past)
+        return output._replace(token_ids=tokens, logprobs=logprobs, finish_reason=reason)

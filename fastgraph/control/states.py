@@ -14,7 +14,7 @@ the scheduler's numpy tables, so that a thousand decoding requests cost no Pytho
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fastgraph.config import SamplingParams
 from fastgraph.control.pages import Lease
@@ -66,8 +66,7 @@ class Resources:
         return Resources(self.slot, self.lease.move())
 
 
-@dataclass(frozen=True, slots=True)
-class Past:
+class Past(NamedTuple):
     """What is remembered of a request. Times are seconds of time.perf_counter(); 0 is not yet."""
 
     number: float  # its place in the policy's order
