@@ -20,7 +20,7 @@ lint: $(VENV)/ready-test
 	$(BIN)/mypy
 
 test-gpu:  ## the tests that need a GPU, with the Python that has its torch
-	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or kernels" tests/test_gpu*.py tests/test_kernels_*.py tests/test_sampling*.py $(ARGS)
+	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or kernels" tests/test_gpu*.py tests/test_kernels_*.py tests/test_sampling*.py -rs $(ARGS)
 
 soak: $(VENV)/ready-test  ## the scheduler, through a million events
 	FASTGRAPH_SOAK=$${FASTGRAPH_SOAK:-10} $(BIN)/python -m pytest tests/test_scheduler.py --timeout 0 $(ARGS)
