@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from fastgraph import compile_cache
 from fastgraph.errors import FastgraphWarning
-from fastgraph.kernels import autotune, problems, registry
+from fastgraph.kernels import autotune, builtin, problems, registry
 from fastgraph.kernels.attention import Pages, Turn
 from fastgraph.kernels.builtin import after_writing
 from fastgraph.kernels.registry import Choice, Implementation, Kernel, Signature
@@ -112,6 +114,101 @@ def test_the_next_start_finds_what_was_measured_and_another_version_measures_aga
     assert fast.calls > before[1]
     other = registry.choose(replace(SIGNATURE, head_dim=32), {})
     assert autotune.recall(other, replace(SIGNATURE, head_dim=32)) == other
+
+
+PACKAGE = {
+    "offers.py": """
+from functools import partial
+from fastgraph.kernels import registry
+from fastgraph.kernels.registry import Implementation
+
+def load(name):
+    from . import kernel
+    return partial(kernel.attend, name)
+
+OFFERED = [
+    Implementation("prefill_attention", name, partial(load, name), features=frozenset({"window"}), rank=20)
+    for name in ("one", "two")
+]
+""",
+    "kernel.py": """
+import time
+from fastgraph.kernels.reference import attention_reference
+
+def attend(name, *args):
+    CALLS.append(name)
+    time.sleep(0.02 if name == SLOW else 0)
+    return attention_reference(*args)
+
+CALLS, SLOW = [], "one"
+""",
+}
+
+
+def test_an_edited_kernel_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although its package's version stays: what counts is the code, beside its module too."""
+    folder = tmp_path / "site" / "edited_kernels"
+    folder.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(folder.parent))
+
+    def start(**files: str) -> tuple[str, int]:
+        """As a process that begins: who serves then, and how often the kernels were called to find that out."""
+        for name in [name for name in sys.modules if name.startswith("edited_kernels")]:
+            del sys.modules[name]
+        for name, text in {"__init__.py": "", **PACKAGE, **files}.items():
+            (folder / name).write_text(text)
+        importlib.invalidate_caches()
+        autotune._source.cache_clear()
+        for implementation in importlib.import_module("edited_kernels.offers").OFFERED:
+            registry.register(implementation)
+        who = tune().who()
+        kernel = sys.modules.get("edited_kernels.kernel")
+        return who, len(kernel.CALLS) if kernel else 0
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it would not see an edit within the same second
+    who, calls = start()
+    assert who == "two"
+    assert calls > 0
+    assert start() == ("two", 0)
+    who, calls = start(**{"kernel.py": PACKAGE["kernel.py"].replace('"one"', '"two"')})
+    assert who == "one"
+    assert calls > 0
+
+
+def test_all_code_beside_a_kernel_of_fastgraph_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They help each other, and the problems and the reference stand there too, for those of others."""
+    assert {i.load.__module__.rpartition(".")[0] for i in builtin.BUILTIN} == {"fastgraph.kernels"}
+    Fake("one").offer(rank=20)
+    Fake("two").offer(rank=30)
+    choice = registry.choose(SIGNATURE, {})["prefill_attention"]
+
+    def key() -> str:
+        autotune._source.cache_clear()
+        return autotune._key(choice, autotune._competitors(choice), SIGNATURE)
+
+    before, read = key(), Path.read_bytes
+    assert key() == before
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "launch.py"))
+    assert key() != before
+    autotune._source.cache_clear()
+
+
+def test_a_model_of_other_sizes_is_measured_again() -> None:
+    Fake("slow", SLOW).offer(rank=30)
+    fast = Fake("fast").offer(rank=20)
+    tune()
+    assert autotune.recall(registry.choose(SIGNATURE, {}), SIGNATURE)["prefill_attention"].who() == fast.name
+    for size in ("intermediate", "experts", "top_k"):
+        other = replace(SIGNATURE, **{size: 4})
+        assert autotune.recall(registry.choose(other, {}), other)["prefill_attention"].who() == "slow"
+
+
+def test_experts_are_measured_in_the_sizes_of_the_model() -> None:
+    x, gate_up, down, weights, ids, *_ = problems.problem(
+        "experts", replace(SIGNATURE, intermediate=12, experts=5, top_k=3), 7
+    )
+    assert (x.shape, gate_up.shape, down.shape) == ((7, 32), (5, 24, 32), (5, 32, 12))
+    assert weights.shape == ids.shape == (7, 3)
 
 
 def test_a_record_that_cannot_be_read_is_measured_again() -> None:

@@ -219,6 +219,9 @@ def test_a_broken_package_keeps_no_engine_from_starting(offers: Any, monkeypatch
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64}
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 24, "num_experts": 8}
+QWEN3_MOE |= {"num_experts_per_tok": 3}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 32}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
 
@@ -236,6 +239,12 @@ def test_what_a_model_asks_is_found_by_running_it_without_data(
         assert found.features == features
         assert (found.heads, found.kv_heads, found.head_dim) == (4, 2, config.get("head_dim", 16))
         assert (found.hidden, found.vocab, found.layers, found.page_size) == (64, 100, 2, 16)
+
+
+@pytest.mark.parametrize(("config", "sizes"), [(LLAMA, (96, 0, 0)), (MIXTRAL, (96, 4, 2)), (QWEN3_MOE, (24, 8, 3))])
+def test_the_sizes_of_mlps_and_experts_are_the_models(config: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    found = signature_of(config, "cpu", torch.float32, 16, graphs=False)
+    assert (found.intermediate, found.experts, found.top_k) == sizes
 
 
 def test_the_flag_and_the_option_say_the_same() -> None:

@@ -1,17 +1,22 @@
 """Measuring which implementation of an op is the fastest, at start, where several can serve.
 
 For each of a few numbers of rows: whoever gives what the reference gives is timed, and the median of several runs
-decides. What was found is kept beside the compiled code, and found again as long as the machine, the versions and the
-model's sizes are the same. An implementation with settings to choose from registers one `Implementation` for each.
+decides. What was found is kept beside the compiled code, and found again as long as the machine, the versions, the
+kernels' source and the model's sizes are the same. An implementation with settings to choose from registers one
+`Implementation` for each.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -30,6 +35,7 @@ ROWS = (1, 8, 64, 256, 1024, 4096)  # what is measured, up to the most that a st
 RUNS = 7
 _ONE_A_REQUEST = ("decode_attention", "sample")  # rows; the other ops get tokens
 RECORD = "kernels.json"
+_CODE = (".py", ".cu", ".cuh", ".cpp", ".h")
 _COLD = 1 << 28  # bytes that runs go through in turn: more than any cache holds
 
 Progress = Callable[[str, float | None], None]
@@ -80,12 +86,31 @@ def _competitors(choice: Choice) -> list[Implementation]:
 
 def _key(choice: Choice, able: list[Implementation], signature: Signature) -> str:
     asked = asdict(signature) | {"features": sorted(signature.features)}
-    return json.dumps([choice.op, asked, [[i.name, _version(i)] for i in able]])
+    judge = _source(__name__)  # the problems and the reference
+    return json.dumps([choice.op, asked, judge, [[i.name, _version(i)] for i in able]])
 
 
 def _version(implementation: Implementation) -> str:
-    versions = (str(getattr(importlib.import_module(name), "__version__", "")) for name in implementation.packages)
-    return " ".join([implementation.version or fastgraph.__version__, *versions])
+    versions = [str(getattr(importlib.import_module(name), "__version__", "")) for name in implementation.packages]
+    load: Any = implementation.load
+    while isinstance(load, partial):
+        load = load.func
+    return " ".join([implementation.version or fastgraph.__version__, *versions, _source(load.__module__)])
+
+
+@cache
+def _source(module: str) -> str:
+    """A hash of a module's code, so that who edits a kernel has it measured again; "" if there is none to read.
+
+    Modules of a package help each other: all that stand in the same folder count.
+    """
+    found = sys.modules.get(module)
+    file = Path(getattr(found, "__file__", None) or "")
+    if not file.is_file():
+        return ""
+    together = [path for path in file.parent.iterdir() if path.suffix in _CODE]
+    files = sorted(together) if getattr(found, "__package__", "") else [file]
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def _measure(able: list[Implementation], signature: Signature, rows: list[int], progress: Progress) -> dict[str, Any]:

@@ -43,6 +43,9 @@ def signature_of(config: Mapping[str, Any], device: str, dtype: torch.dtype, pag
         features=frozenset(features - (_FUSED_ON_CPU if device == "cpu" else set())),
         capability=capability(device),
         graphs=graphs,
+        intermediate=getattr(shape, "expert_width", getattr(shape, "intermediate", 0)),
+        experts=getattr(shape, "experts", 0),
+        top_k=getattr(shape, "top_k", 0),
     )
 
 
@@ -50,7 +53,7 @@ def typical(device: str, dtype: str = "bfloat16") -> Signature:
     """What most models ask: that of Llama 3.1 8B."""
     features = frozenset({"rope"} if device == "cuda" else ())
     sizes = (32, 8, 128, 16, 4096, 128256, 32)
-    return Signature(device, dtype, *sizes, features, capability(device), graphs=device == "cuda")
+    return Signature(device, dtype, *sizes, features, capability(device), device == "cuda", intermediate=14336)
 
 
 def capability(device: str) -> tuple[int, int]:

@@ -38,7 +38,7 @@ def problem(op: str, signature: Signature, rows: int, seed: int = 0) -> tuple[An
             weight, norm = randn(width, width, scale=width**-0.5), 1 + randn(width, scale=0.1)
             return randn(rows, width), weight, None, norm, 1e-5, False, randn(rows, width), "silu"
         if op == "experts":
-            return _routing(signature.hidden, rows, randn)
+            return _routing(signature, rows, randn)
         if op == "sample":
             return _sampling(randn(rows, signature.vocab, scale=3.0).float(), rows)
         chunk = 1 if op == "decode_attention" else _CHUNK
@@ -84,11 +84,14 @@ def _turn(signature: Signature, positions: Tensor, randn: Callable[..., Tensor])
     return Turn(angles.cos(), angles.sin(), norms[0], norms[1], 1e-6)
 
 
-def _routing(width: int, rows: int, randn: Callable[..., Tensor]) -> tuple[Any, ...]:
-    """Two of eight experts a token."""
-    weights, ids = randn(rows, 8).float().softmax(-1).topk(2)
-    gate_up, down = randn(8, 2 * width, width, scale=width**-0.5), randn(8, width, width, scale=width**-0.5)
-    return randn(rows, width), gate_up, down, weights, ids, randn(rows, width), None, None, 0.0
+def _routing(signature: Signature, rows: int, randn: Callable[..., Tensor]) -> tuple[Any, ...]:
+    """Two of eight experts a token, if the signature has none."""
+    hidden, experts = signature.hidden, signature.experts or 8
+    inside = signature.intermediate or hidden
+    weights, ids = randn(rows, experts).float().softmax(-1).topk(signature.top_k or min(2, experts))
+    gate_up = randn(experts, 2 * inside, hidden, scale=hidden**-0.5)
+    down = randn(experts, hidden, inside, scale=inside**-0.5)
+    return randn(rows, hidden), gate_up, down, weights, ids, randn(rows, hidden), None, None, 0.0
 
 
 def _sampling(logits: Tensor, rows: int) -> tuple[Any, ...]:

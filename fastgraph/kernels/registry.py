@@ -67,6 +67,9 @@ class Signature:
     features: frozenset[str] = frozenset()
     capability: tuple[int, int] = (0, 0)  # compute capability of the GPU
     graphs: bool = False  # whether CUDA graphs record decode steps
+    intermediate: int = 0  # width inside an MLP, or inside an expert; 0 if the model does not say
+    experts: int = 0
+    top_k: int = 0  # experts of a token
 
     def __str__(self) -> str:
         asks = "".join(f", {name}" for name in sorted(self.features))
