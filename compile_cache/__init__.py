@@ -13,6 +13,8 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,11 @@ import torch
 
 from fastgraph.errors import ModelError
 from fastgraph.loading.files import cache_folder, read_json
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
@@ -49,16 +56,27 @@ def folder() -> Path:
 
 
 def read(name: str) -> dict[str, Any]:
-    """A record that `write` has kept; {} if there is none, or none that can be read."""
+    """A record that `add` has kept; {} if there is none, or none that can be read."""
     try:
         return read_json(folder() / name)
     except ModelError:
         return {}
 
 
-def write(name: str, record: dict[str, Any]) -> None:
-    """Keep a record. It appears whole or not at all; of two processes that write at once, one wins."""
+def add(name: str, found: dict[str, Any]) -> None:
+    """Keep more in a record, beside what processes have put there meanwhile. It changes as a whole or not at all."""
     folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder(), delete=False) as file:
-        json.dump(record, file, indent=1)
-    os.replace(file.name, folder() / name)
+    with _alone(name):
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder(), delete=False) as file:
+            json.dump(read(name) | found, file, indent=1)
+        os.replace(file.name, folder() / name)
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """No other process is in here meanwhile, where system and folder have locks; elsewhere the last of two wins."""
+    with open(folder() / f"{name}.lock", "w") as lock:
+        if fcntl is not None:
+            with suppress(OSError):  # a folder in the network may have none
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

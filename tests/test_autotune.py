@@ -145,6 +145,15 @@ CALLS, SLOW = [], "one"
 }
 
 
+def test_what_another_process_measured_meanwhile_stays() -> None:
+    Fake("fast", change=lambda x: compile_cache.add(autotune.RECORD, {"another": {"most": 1}}) or x).offer(rank=20)
+    Fake("slow", SLOW).offer(rank=30)
+    assert tune().who() == "fast"
+    record = compile_cache.read(autotune.RECORD)
+    assert len(record) == 2
+    assert record["another"] == {"most": 1}
+
+
 def test_an_edited_kernel_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although its package's version stays: what counts is the code, beside its module too."""
     folder = tmp_path / "site" / "edited_kernels"

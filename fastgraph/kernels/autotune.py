@@ -50,16 +50,15 @@ def tune(
     implementation can serve, stay. Candidates that fail or give something else than the reference are left out, with a
     warning.
     """
-    record = compile_cache.read(RECORD)
-    found = dict(record)
+    record, found = compile_cache.read(RECORD), {}
     for op, choice in choices.items():
         most, able = slots if op in _ONE_A_REQUEST else step_tokens, _competitors(choice)
         key = _key(choice, able, signature)
-        if able and found.get(key, {}).get("most", 0) < most:
+        if able and record.get(key, {}).get("most", 0) < most:
             rows = [*(n for n in ROWS if n < most), most]
             found[key] = {"most": most, **_measure(able, signature, rows, progress)}
-    if found != record:
-        compile_cache.write(RECORD, found)
+    if found:
+        compile_cache.add(RECORD, found)
     return recall(choices, signature)
 
 
