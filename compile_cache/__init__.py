@@ -45,6 +45,11 @@ def activate() -> Path:
 
     Both write each entry under a temporary name and rename it, so processes may share the folder.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # The user has not set what torch puts there itself, as soon as something imports its compiler.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") == os.path.abspath(default_cache_dir()):
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     for variable, name in VARIABLES.items():
         os.environ.setdefault(variable, str(folder() / name))
     return folder()

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.runtime import cache_dir_utils
 
 from fastgraph import compile_cache
+from fastgraph.env import _compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,6 +27,20 @@ sys.stdin.readline()
 for i in range(100):
     compile_cache.add("record.json", {f"{sys.argv[1]} {i}": "x" * 200})
 """
+
+# A process that compiles a model and runs it; it says what it has compiled, what it has found, and what it answers.
+COMPILES = """
+import json, sys
+import fastgraph
+options = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "max_decode_bs": 2}
+with fastgraph.load_model(sys.argv[1], compile="regional", **options) as llm:
+    answer = llm.generate([1, 2, 3], max_tokens=4).token_ids
+from torch._dynamo.utils import counters
+inductor = counters["inductor"]
+print(json.dumps([inductor["fxgraph_cache_miss"], inductor["fxgraph_cache_hit"], answer]))
+"""
+SHAPE = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +62,38 @@ def test_a_folder_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
     compile_cache.activate()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+
+
+def test_what_torch_has_set_itself_is_not_the_users_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so when something imports its compiler, as making a model does."""
+    cache_dir_utils.cache_dir()
+    assert "TORCHINDUCTOR_CACHE_DIR" in os.environ
+    folder = compile_cache.activate()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / "inductor")
+
+
+@pytest.mark.skipif(_compiler() is None, reason="needs a C++ compiler")
+def test_the_next_process_compiles_nothing_anew(tmp_path: Path) -> None:
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps(SHAPE))
+
+    def start() -> tuple[int, int, list[int], dict[Path, int]]:
+        run = subprocess.run(
+            [sys.executable, "-c", COMPILES, str(shape)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert run.returncode == 0, run.stderr
+        kernels = {path: path.stat().st_mtime_ns for path in compile_cache.folder().rglob("*.so")}
+        missed, found, answer = json.loads(run.stdout)
+        return missed, found, answer, kernels
+
+    missed, found, answer, kernels = start()
+    assert (missed, found) == (3, 0)  # the three regions
+    assert kernels
+    assert start() == (0, 3, answer, kernels)
 
 
 def test_another_torch_or_machine_has_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
