@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from fastgraph.llm import LLM
 
 _WORTH_A_LINE = 1.0  # seconds after which a phase of loading is named even when it is over
+_WORTH_A_LINE_IN_A_LOG = 2.0  # so that a script whose model is there at once says nothing
 
 # A model may write anything; on a terminal, control characters other than these would be commands.
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def load(config: EngineConfig) -> LLM:
-    """Load a model and show what happens meanwhile on stderr, if that is a terminal. Ctrl-C ends the process."""
+    """Load a model and show what happens meanwhile on stderr. Ctrl-C ends the process."""
     with Loading() as loading:
         try:
             loading.tell("importing torch", None)
@@ -58,23 +59,31 @@ def fetch(config: EngineConfig) -> None:
 
 
 class Loading:
-    """Shows the phases of loading as they come. `tell` may be called from any thread, one at a time."""
+    """Shows the phases of loading on stderr as they come. `tell` may be called from any thread, one at a time.
+
+    A terminal shows the phase of the moment. In a log, which must not fill up, a phase that is not over soon has a line
+    when it begins to last and another at its end.
+    """
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._status: Status | None = None
+        self._waiting: threading.Timer | None = None  # to tell a log of the phase
         self._phase, self._since = "", perf_counter()
 
     def tell(self, phase: str, fraction: float | None) -> None:
         """The phase in words, and the share of it that is done (0..1)."""
-        if not self._console.is_terminal:
-            return
         if phase != self._phase:
             self.stop()
             self._phase, self._since = phase, perf_counter()
-        text = Text(phase if fraction is None else f"{phase} {fraction:.0%}", style="dim")
-        if phase.startswith("fetching"):  # the hub shows progress bars of its own, which a spinner would break
+            if not self._console.is_terminal:
+                self._waiting = threading.Timer(_WORTH_A_LINE_IN_A_LOG, self._log, [f"{phase} ..."])
+                self._waiting.daemon = True
+                self._waiting.start()
+        # The hub shows progress bars of its own, which a spinner would break.
+        if not self._console.is_terminal or phase.startswith("fetching"):
             return
+        text = Text(phase if fraction is None else f"{phase} {fraction:.0%}", style="dim")
         if self._status is None:
             self._status = self._console.status(text)
             self._status.start()
@@ -87,9 +96,19 @@ class Loading:
             self._status.stop()
             self._status = None
         took = perf_counter() - self._since
-        if self._phase and took > _WORTH_A_LINE:
-            self._console.print(Text(f"{self._phase}: {took:.1f} s", style="dim"))
+        done = f"{self._phase}: {took:.1f} s"
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.cancel()
+            waiting.join()  # it may be writing
+            if took > _WORTH_A_LINE_IN_A_LOG:
+                self._log(done)
+        elif self._phase and took > _WORTH_A_LINE:
+            self._console.print(Text(done, style="dim"))
         self._phase = ""
+
+    def _log(self, line: str) -> None:
+        print(f"fastgraph: {harmless(line)}", file=self._console.file, flush=True)
 
     def __enter__(self) -> Loading:
         return self

@@ -308,6 +308,31 @@ def test_rungs_of_tokens_leave_out_what_would_look_like_a_decode_step() -> None:
         assert all(rows_of(size, slots) != size for size in token_rungs(4096, slots))
 
 
+def test_capturing_says_what_it_is_about_to_do(reference: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    class Recorder:
+        """Records nothing; a CPU cannot."""
+
+        def __init__(self, step: Any) -> None:
+            pass
+
+        def record(self, inputs: StepInputs) -> None:
+            told.append(len(inputs.slots))
+
+    device = build(reference[1], compile="off")
+    executor = device._executor
+    monkeypatch.setattr("fastgraph.device.executor.Recorder", Recorder)
+    executor._decode_ladder = CaptureLadder([1, 2, 4], executor._padding)
+    executor._mixed_ladder = CaptureLadder([16, 24], executor._mixed_padding)
+    executor.capture(lambda *phase: told.append(phase))
+    mixed, decode = "capturing CUDA graphs of steps with prompts", "capturing CUDA graphs of decode steps"
+    phases = [entry for entry in told if isinstance(entry, tuple)]
+    assert phases == [(mixed, 0), (mixed, 1 / 2), (decode, 0), (decode, 1 / 3), (decode, 2 / 3)]
+    assert [isinstance(entry, tuple) for entry in told] == [True, False] * 5
+    assert told[5::2] == [4, 2, 1]
+
+
 def test_above_the_ladder_steps_run_eagerly_are_counted_and_said_once(reference: tuple[Any, Path]) -> None:
     model, folder = reference
     device = build(folder, compile="off")

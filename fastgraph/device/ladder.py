@@ -76,14 +76,17 @@ class CaptureLadder:
         return self.sizes[place] if place < len(self.sizes) else None
 
     def capture(self, recorder: Recorder, progress: Callable[[float], None]) -> None:
-        """Record a step of every size. The largest comes first, so that the smaller ones reuse its memory."""
+        """Record a step of every size. The largest comes first, so that the smaller ones reuse its memory.
+
+        progress: is told the share that is done, before each.
+        """
         # The collector must not free tensors of an earlier capture in the midst of a later one.
         gc.collect()
         gc.freeze()
         try:
-            for done, size in enumerate(reversed(self.sizes), start=1):
-                self._rungs[size] = recorder.record(self._prepare(size))
+            for done, size in enumerate(reversed(self.sizes)):
                 progress(done / len(self.sizes))
+                self._rungs[size] = recorder.record(self._prepare(size))
         finally:
             gc.unfreeze()
 
