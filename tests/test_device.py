@@ -49,11 +49,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, folder
 
 
-def build(folder: Path, **options: Any) -> DeviceHandle:
+def silent(phase: str, fraction: float | None) -> None:
+    pass
+
+
+def build(folder: Path, progress: Any = silent, **options: Any) -> DeviceHandle:
     defaults: dict[str, Any] = {"dtype": "float32", "device": "cpu", "page_size": 4, "max_decode_bs": 6}
     config = EngineConfig(model=str(folder), **{"kv_pages": 200, **defaults, **options})
-    checkpoint = open_checkpoint(EngineConfig(str(folder)), "float32", lambda phase, fraction: None)
-    return build_device(config, checkpoint, CPU, None, lambda phase, fraction: None)
+    checkpoint = open_checkpoint(EngineConfig(str(folder)), "float32", silent)
+    return build_device(config, checkpoint, CPU, None, progress)
 
 
 def serve(
@@ -96,6 +100,26 @@ def test_greedy_tokens_equal_transformers_in_every_compile_mode(reference: tuple
     for count in (1, 2, 3, 5, 6):
         assert serve(device, PROMPTS[:count], 5) == expected(model, PROMPTS[:count], 5)
     assert device.counters() == {"recompiles": 0, "eager_steps": 0, "kernel_builds": 0, "padding_tokens": 0}
+
+
+def test_with_the_options_of_a_fast_start_nothing_is_compiled_measured_or_captured(
+    reference: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/python-api.md lists them. On a CPU they leave nothing to capture either way."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise AssertionError("it was to be left out")
+
+    for name in ("torch.compile", "fastgraph.device.builder.tune", "fastgraph.device.executor.Recorder"):
+        monkeypatch.setattr(name, fail)
+    told: list[str] = []
+    device = build(
+        reference[1],
+        lambda phase, fraction: told.append(phase),
+        **{"compile": "off", "max_capture_bs": 0, "max_capture_tokens": 0, "autotune": False},
+    )
+    assert list(dict.fromkeys(told)) == ["loading weights", "warming up", "reserving memory for keys and values"]
+    assert serve(device, PROMPTS[:1], 3) == expected(reference[0], PROMPTS[:1], 3)
 
 
 @pytest.mark.parametrize("budget", [10, 11, 17, 64])

@@ -231,6 +231,14 @@ def test_what_a_machine_is_given_is_what_the_page_says() -> None:
         assert "{cpu} on a CPU and {cuda} on a GPU".format(**values) in options[name]
 
 
+def test_the_options_of_a_fast_start_are_options_and_leave_out_what_takes_long() -> None:
+    options = set()
+    for cells in table("docs/python-api.md", "A fast start").values():
+        options |= {ast.unparse(ast.parse(text).body[0]) for text in re.findall(r"`(\w+=[^`]+)`", cells[1])}
+    assert options == {"compile = 'off'", "autotune = False", "max_capture_bs = 0", "max_capture_tokens = 0"}
+    EngineConfig(compile="off", autotune=False, max_capture_bs=0, max_capture_tokens=0)
+
+
 def test_completion_fields_are_listed() -> None:
     assert list(table("docs/python-api.md", "Completion")) == [field.name for field in fields(Completion)]
 
