@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
@@ -24,6 +26,11 @@ from fastgraph.errors import ModelError
 from fastgraph.kernels import registry
 from fastgraph.llm import Completion
 from fastgraph.loading.checkpoint import DEFAULT_COMMAND
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -143,6 +150,30 @@ def test_the_new_kernel_agrees_with_the_reference_and_answers(
     generate.run(names)
     assert "Paris" in capsys.readouterr().out
     assert max(calls) > 1 == min(calls)  # it has prefilled and decoded
+
+
+def test_the_new_kernel_is_found_where_its_package_is_installed(tmp_path: Path) -> None:
+    """As pip leaves it: the module, and beside it what the page's TOML says of its entry points."""
+    (block,) = (block for block in blocks(ROOT / NEW_KERNEL) if block.language == "toml")
+    groups = tomllib.loads(block.text)["project"]["entry-points"]
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups.items()]
+    module = [part.text for part in python(NEW_KERNEL) if part.heading in ("The kernel", "What it can do")]
+    (tmp_path / "my_kernels.py").write_text("\n".join(module), encoding="utf-8")
+    about = tmp_path / "my_kernels-2.5.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-kernels\nVersion: 2.5\n", encoding="utf-8")
+    (about / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
+    tells = (
+        "from fastgraph import cli\nfrom fastgraph.kernels import registry\n"
+        "print([i.version for i in registry.implementations('decode_attention') if i.name == 'by-page'])\ncli.main()"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    command = [sys.executable, "-c", tells, "kernels", "--explain", "--device", "cpu"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    version, *listed = done.stdout.splitlines()
+    assert version == "['my-kernels 2.5']"
+    assert [" ".join(line.split()) for line in listed].count("by-page fits, but has rank 0") == 2
 
 
 def test_the_fields_of_an_implementation_are_listed() -> None:
