@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 import numpy as np
+from brute_force import ExpectedCache
 from simulated import Pending, SimulatedDevice, digest_of, uninterrupted
 
 from fastgraph.control.forecast import Forecast
 from fastgraph.control.pages import Lease
-from fastgraph.control.plan import NULL_PAGE, Admission, Int32, Limits, StepPlan
+from fastgraph.control.plan import NULL_PAGE, Int32, Limits, StepPlan
 from fastgraph.control.policy import Policy, first_come
 from fastgraph.control.scheduler import Output, Scheduler
 from fastgraph.control.states import Decoding, Finishing, FinishReason, Prefilling, Queued, Request, Retracted
@@ -57,19 +58,37 @@ class Driver:
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
         self.ended: dict[int, FinishReason] = {}
+        self.cache = ExpectedCache(limits, self.device)
         self.dropped = 0  # times pages behind the window came back
-        self._count_drops()
-        self.evicted = 0  # pages that the prefix cache gave up for others
+        self._listen()
         self.left = 0  # steps within which all must end, if nothing more is submitted
 
-    def _count_drops(self) -> None:
-        pool, drop = self.scheduler.pool, self.scheduler.pool.drop
+    def _listen(self) -> None:
+        """Hear of what a plan does not show."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        drop, retract_last = pool.drop, scheduler.retract_last
 
-        def counting(lease: Lease, count: int) -> bool:
-            self.dropped += (some := drop(lease, count))
+        def dropping(lease: Lease, count: int) -> bool:
+            if some := drop(lease, count):
+                self.dropped += 1
+                holding = (s for s in scheduler.states.values() if isinstance(s, (Prefilling, Decoding)))
+                slot = next(s.resources.slot for s in holding if s.resources.lease is lease)
+                self.cache.dropped(slot, count)
             return some
 
-        setattr(pool, "drop", counting)  # noqa: B010 - a method of one object
+        def retracting() -> None:
+            number = int(scheduler.table.request_id[scheduler.table.last()])
+            retract_last()
+            state = scheduler.states[number]
+            self.cache.retracted(number, state.computed if isinstance(state, Retracted) else 0)
+
+        setattr(pool, "drop", dropping)  # noqa: B010 - a method of one object
+        setattr(scheduler, "retract_last", retracting)  # noqa: B010
+
+    @property
+    def evicted(self) -> int:
+        """Pages that the prefix cache gave up for others."""
+        return self.cache.model.evicted
 
     @property
     def live(self) -> list[int]:
@@ -92,15 +111,12 @@ class Driver:
         """Submit a step; False if there is none to submit."""
         if len(self.in_flight) > self.depth:
             return False
-        before = self.known_prefixes()
         plan = self.scheduler.plan()
         if plan is None:
+            self.cache.planned(None)
             return False
-        kept = before.items() & self.known_prefixes().items()
-        self.evicted += len(before) - len(kept)
-        for admission in plan.admissions:
-            self.check_hit(admission, {prefix for prefix, _ in kept})
         self.in_flight.append((plan, self.device.execute(plan)))
+        self.cache.planned(plan)
         self.left -= 1
         assert self.left >= 0, "somebody starves"
         return True
@@ -129,20 +145,12 @@ class Driver:
         assert len(prefixes) == len(tree._keys), "a prefix is known twice"
         return prefixes
 
-    def check_hit(self, admission: Admission, prefixes: set[tuple[int, ...]]) -> None:
-        """A request that is let in finds what is known of it, to the last page, and not its last token."""
-        sequence, size = (*admission.prompt.tolist(), *admission.answer.tolist()), self.limits.page_size
-        known = 0
-        while sequence[: known + size] in prefixes and known + size < len(sequence):
-            known += size
-        assert admission.computed >= known  # what this very plan pushed out may be found as well
-        assert admission.computed < len(sequence)
-
     def land(self) -> list[Output]:
         plan, pending = self.in_flight.popleft()
         outputs = self.scheduler.land(plan, pending.result())
         for output in outputs:
             self.take(output)
+        self.cache.landed(plan.number)
         for output in outputs:
             wanted = self.stop_after.get(output.request_id)
             if wanted is not None and len(self.tokens[output.request_id]) >= wanted:
@@ -154,7 +162,8 @@ class Driver:
         ended_already = request_id in self.ended
         output = self.scheduler.abort(request_id)
         assert (output is None) == ended_already
-        self.ended.setdefault(request_id, "stop")
+        if output is not None:
+            self._end(request_id, "stop")
 
     def abort(self, request_id: int) -> None:
         output = self.scheduler.abort(request_id)
@@ -180,9 +189,13 @@ class Driver:
         if request.sampling.logprobs:
             assert self.logprobs[number] == logprobs[: len(self.tokens[number])]
         if output.finish_reason is not None:
-            self.ended[number] = output.finish_reason
+            self._end(number, output.finish_reason)
             if output.finish_reason != "abort":
                 assert (self.tokens[number], output.finish_reason) == (expected, reason)
+
+    def _end(self, number: int, reason: FinishReason) -> None:
+        self.ended[number] = reason
+        self.cache.ended(number, len(self.requests[number].prompt) + len(self.tokens[number]))
 
     def step(self) -> None:
         """As the engine's loop does: submit all that may be, then read the oldest."""
@@ -248,8 +261,9 @@ class Driver:
         assert {i for i, s in states.items() if not isinstance(s, Finishing)} == set(self.live)
 
     def check_prefixes(self, held: Mapping[int, int], cached: list[int]) -> None:
-        """Every page that the prefix tree knows holds just what it says; a page outlives those that follow it."""
+        """The prefix tree knows all that it should, in the right pages; a page outlives those that follow it."""
         prefixes, size = self.known_prefixes(), self.limits.page_size
+        assert prefixes == self.cache.model.page
         assert set(cached) <= set(prefixes.values())
         assert set(prefixes.values()) <= {*held, *cached}
         for prefix, page in prefixes.items():

@@ -126,7 +126,7 @@ class SimulatedDevice:
         self.ahead = False  # whether every step has run by the time it is asked for
         # With copies of the plan's arrays, and those whose pages the step may read or write.
         self._in_flight: deque[tuple[Pending, list[Int32], list[Tenant]]] = deque()
-        self._tenants: dict[int, Tenant] = {}
+        self.tenants: dict[int, Tenant] = {}
         self._admitted = 0
         self._owner: dict[int, int] = {}  # of a page: the number of the tenant who may write it
         self._life = [0] * (limits.pages + 1)  # how often a page was given to somebody to write
@@ -156,7 +156,7 @@ class SimulatedDevice:
         for slot, index, page in plan.page_writes.tolist():
             self._write_page(slot, index, page, used, page in plan.restores[:, 1])
         for admission in plan.admissions:
-            self._check_beginning(self._tenants[admission.slot])
+            self._check_beginning(self.tenants[admission.slot])
         outcomes = []
         for _ in range(plan.repeats):
             rows = [self._decode(slot) for slot in plan.decode_slots.tolist()]
@@ -194,7 +194,7 @@ class SimulatedDevice:
         tenant = Tenant(admission, self._admitted, length=admission.computed)
         tenant.history = [*admission.prompt.tolist(), *admission.answer.tolist()]
         assert 0 <= tenant.length < tenant.known, "there is nothing left to take logits from"
-        self._tenants[admission.slot] = tenant
+        self.tenants[admission.slot] = tenant
 
     def _copy_pages(self, plan: StepPlan) -> None:
         for page, host_page in plan.snapshots.tolist():
@@ -212,7 +212,7 @@ class SimulatedDevice:
             assert self._read(tenant) == tenant.history[: tenant.length], "cached pages of another prompt"
 
     def _write_page(self, slot: int, index: int, page: int, used: Sequence[int], restored: bool) -> None:
-        tenant = self._tenants[slot]
+        tenant = self.tenants[slot]
         assert slot in used, "a page is given to a slot that takes no part in the step"
         assert 1 <= page <= self.limits.pages
         assert index == len(tenant.pages), "a page table grows at its end"
@@ -230,14 +230,14 @@ class SimulatedDevice:
         tenant.lives.append(self._life[page])
 
     def _decode(self, slot: int) -> tuple[Tenant, bool]:
-        tenant = self._tenants[slot]
+        tenant = self.tenants[slot]
         assert tenant.prefilled, "a slot decodes before its prompt is computed"
         assert tenant.length == len(tenant.history) - 1, "a slot decodes without a sampled token"
         self._compute(tenant, tenant.history[-1:])
         return tenant, True
 
     def _prefill(self, span: Any) -> tuple[Tenant, bool]:
-        tenant, size = self._tenants[span.slot], self.limits.page_size
+        tenant, size = self.tenants[span.slot], self.limits.page_size
         known = tenant.known
         stop = span.start + len(span.ids)
         assert len(span.ids) > 0

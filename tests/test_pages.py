@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from brute_force import BruteForce, Holding
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -239,62 +240,32 @@ def test_page_keys_are_the_tokens_of_full_pages() -> None:
     assert page_keys(np.array([1], np.int32), 2) == page_keys(np.empty(0, np.int32), 2) == []
 
 
-class BruteForce:
-    """The prefix cache as one would write it down: whole sequences, and when each was let go of."""
-
-    def __init__(self) -> None:
-        self.page: dict[tuple[bytes, ...], int] = {}
-        self.let_go: dict[tuple[bytes, ...], int] = {}
-        self.clock = 0
-
-    def longest(self, keys: list[bytes]) -> list[int]:
-        known = [tuple(keys[:n]) for n in range(1, len(keys) + 1)]
-        end = next((n for n, prefix in enumerate(known) if prefix not in self.page), len(known))
-        return [self.page[prefix] for prefix in known[:end]]
-
-    def release(self, keys: list[bytes], held: set[int]) -> None:
-        self.clock += 1
-        for n in range(1, len(keys) + 1):
-            if self.page[tuple(keys[:n])] not in held:
-                self.let_go[tuple(keys[:n])] = self.clock
-
-    def evict(self, held: set[int]) -> None:
-        unheld = [prefix for prefix, page in self.page.items() if page not in held]
-        leaves = [p for p in unheld if not any(q[: len(p)] == p for q in self.page if len(q) > len(p))]
-        del self.page[min(leaves, key=lambda prefix: (self.let_go[prefix], -len(prefix)))]
-
-
 @given(st.data())
 def test_no_page_is_lost_or_doubled_whatever_happens(data: st.DataObject) -> None:
     total = data.draw(st.integers(1, 12))
-    pool, model = PagePool(total), BruteForce()
-    live: list[tuple[Lease, list[int], list[bytes]]] = []  # with the pages it must have, and what they hold
+    pool, model = PagePool(total), BruteForce(total, page_size=1)
+    live: list[tuple[Lease, Holding, list[int]]] = []  # with what they must have, and what it is to hold
     dead: list[Lease] = []
 
-    def take(count: int) -> None:
-        """What the model must have forgotten, for `count` pages to be free."""
-        held = {page for _, pages, _ in live for page in pages}
-        while total - len(held | set(model.page.values())) < count:
-            model.evict(held)
+    def keys_of(tokens: list[int]) -> list[bytes]:
+        return [bytes([token]) for token in tokens]
 
     for _ in range(data.draw(st.integers(0, 40))):
-        action = data.draw(st.sampled_from(["start", "start", "grow", "publish", "move", "release", "dead"]))
+        action = data.draw(st.sampled_from(["start", "start", "grow", "publish", "drop", "move", "release", "dead"]))
         if action == "start":
-            keys = [bytes([key]) for key in data.draw(st.lists(st.integers(0, 1), max_size=5))]
-            found, _ = pool.tree.find(keys, step=1)
-            assert found == model.longest(keys)
+            tokens = data.draw(st.lists(st.integers(0, 1), max_size=5))
+            found, _ = pool.tree.find(keys_of(tokens), step=1)
             spare = pool.available - pool.unheld(found)
-            lease = pool.share(found)
-            live.append((lease, found, keys))
-            assert lease.published == len(found)
-            if len(keys) - len(found) <= spare:
-                take(len(keys) - len(found))
-                grow(pool, lease, len(keys) - len(found))
-                live[-1] = lease, lease.pages.tolist(), keys
-                assert lease.pages.tolist()[: len(found)] == found
+            lease, holding = pool.share(found), model.start(tokens)
+            live.append((lease, holding, tokens))
+            assert found == holding.pages
+            count = len(tokens) - len(found)
+            if count <= spare:
+                model.room(count)
+                model.grow(holding, grow(pool, lease, count).tolist())
             else:
                 with pytest.raises(ValueError, match="asked for"):
-                    grow(pool, lease, len(keys) - len(found))
+                    grow(pool, lease, count)
         elif action == "dead" and dead:
             with pytest.raises(DeadLease):
                 data.draw(st.sampled_from(dead)).release()
@@ -302,34 +273,36 @@ def test_no_page_is_lost_or_doubled_whatever_happens(data: st.DataObject) -> Non
             chosen = data.draw(st.lists(st.sampled_from(range(len(live))), unique=True)) if live else []
             counts = [data.draw(st.integers(0, 3)) for _ in chosen]
             if sum(counts) <= pool.available:
-                take(sum(counts))
+                model.room(sum(counts))
                 taken = pool.grow([live[i][0] for i in chosen], np.array(counts, np.int32)).tolist()
                 for i, count in zip(chosen, counts, strict=True):
-                    live[i] = live[i][0], live[i][1] + taken[:count], live[i][2]
+                    model.grow(live[i][1], taken[:count])
                     taken = taken[count:]
         elif live:
             place = data.draw(st.integers(0, len(live) - 1))
-            lease, pages, keys = live[place]
-            if action == "publish":
-                for n in range(lease.published, min(len(keys), len(pages))):
-                    if tuple(keys[: n + 1]) in model.page:
-                        break
-                    model.page[tuple(keys[: n + 1])] = pages[n]
-                pool.publish(lease, keys[lease.published :], step=0)
-                continue
-            del live[place]
-            dead.append(lease)
-            published = lease.published
-            if action == "move":
-                live.append((lease.move(), pages, keys))
-                assert live[-1][0].published == published
-            else:
+            lease, holding, tokens = live[place]
+            if action == "publish" and not holding.dropped:
+                pool.publish(lease, keys_of(tokens)[lease.published :], step=0)
+                model.publish(holding, tokens[: len(holding.pages)])
+            elif action == "drop":
+                count = data.draw(st.integers(0, len(holding.pages)))
+                if pool.drop(lease, count):
+                    model.drop(holding, count)
+                else:
+                    assert count <= max(holding.dropped, len(holding.known))
+            elif action == "move":
+                dead.append(lease)
+                live[place] = lease.move(), holding, tokens
+            elif action == "release":
+                del live[place]
+                dead.append(lease)
                 lease.release()
-                model.release(keys[:published], {page for _, pages, _ in live for page in pages})
-        held = {page for _, pages, _ in live for page in pages}
-        assert all(lease.pages.tolist() == pages for lease, pages, _ in live)
-        assert len(held) == pool.leased
-        assert held <= set(range(1, total + 1))
+                model.release(holding)
+        for lease, holding, _ in live:
+            assert lease.pages.tolist() == [NULL_PAGE] * holding.dropped + holding.pages[holding.dropped :]
+            assert holding.dropped or lease.published == len(holding.known)
+        assert len(model.held) == pool.leased
+        assert model.held <= set(range(1, total + 1))
         assert pool.free + pool.leased + pool.cached == total
         assert set(pool.tree._keys) == set(model.page.values())
     for lease, _, _ in live:
