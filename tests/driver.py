@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from brute_force import ExpectedCache
 from simulated import Pending, SimulatedDevice, digest_of, uninterrupted
 
@@ -16,6 +17,7 @@ from fastgraph.control.plan import NULL_PAGE, Int32, Limits, StepPlan
 from fastgraph.control.policy import Policy, first_come
 from fastgraph.control.scheduler import Output, Scheduler
 from fastgraph.control.states import Decoding, Finishing, FinishReason, Prefilling, Queued, Request, Retracted
+from fastgraph.errors import RequestError
 
 VOCAB = 24
 
@@ -102,6 +104,21 @@ class Driver:
         if stop_after is not None:
             self.stop_after[request.id] = stop_after
         self._give_time()
+
+    def refuse(self, request: Request) -> None:
+        """Submit what can never fit, which changes nothing."""
+        before = self._counts()
+        with pytest.raises(RequestError):
+            self.scheduler.submit(request)
+        assert self._counts() == before
+        self.check()
+
+    def _counts(self) -> list[object]:
+        """What a submission might change, and `check` does not compare with what it has to be."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        states, queue = dict(scheduler.states), list(scheduler.queue)
+        counts = [scheduler.preemptions, scheduler.prompt_tokens, scheduler.prefix_hit_tokens, scheduler.forecast.share]
+        return [states, queue, pool.free, pool.cached, *counts, scheduler._pace._quiet]
 
     def _give_time(self) -> None:
         # The oldest request moves with every step: by a page of its prompt or by a token.

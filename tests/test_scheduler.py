@@ -65,6 +65,19 @@ def draw_request(draw: Draw, number: int, limits: Limits, earlier: Sequence[Requ
     )
 
 
+def draw_impossible(draw: Draw, number: int, limits: Limits) -> Request:
+    """A request that can never be served: by a token, or by many, or for want of one to start from."""
+    longest = min(limits.max_model_len, limits.pool_tokens + 1)
+    match draw(0, 2):
+        case 0:
+            return make_request(number, limits.max_model_len + draw(0, 3), 1)
+        case 1:
+            prompt = draw(1, longest)
+            return make_request(number, prompt, longest - prompt + draw(1, 40))
+        case _:
+            return make_request(number, 0, draw(1, longest))
+
+
 class AnyHistory(RuleBasedStateMachine):
     """Requests come, steps are submitted and land, requests are pushed out and ended, in any order whatever."""
 
@@ -79,6 +92,10 @@ class AnyHistory(RuleBasedStateMachine):
         earlier = list(self.driver.requests.values())
         request = draw_request(draws_of(data), len(earlier) + 1, self.driver.limits, earlier)
         self.driver.submit(request, stop_after if request.incremental else None)
+
+    @rule(data=st.data())
+    def submit_what_never_fits(self, data: st.DataObject) -> None:
+        self.driver.refuse(draw_impossible(draws_of(data), len(self.driver.requests) + 1, self.driver.limits))
 
     @rule()
     def plan(self) -> None:
@@ -145,7 +162,9 @@ def walk(chance: random.Random, events: int) -> Driver:
             driver.submit(request, stop_after)
         elif die < 0.25 and driver.requests:
             driver.abort(chance.choice(driver.live) if driver.live else 1)
-        elif die < 0.27:
+        elif die < 0.26:
+            driver.refuse(draw_impossible(chance.randint, len(driver.requests) + 1, driver.limits))
+        elif die < 0.28:
             while driver.in_flight:
                 driver.land()
             if driver.retractable:
