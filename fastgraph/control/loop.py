@@ -44,14 +44,20 @@ class EngineLoop:
 
     `deliver` takes each step's outputs and returns the requests that should end now (their text reached a stop
     string). `depth` is how many further steps may be submitted before the oldest is read; 0 reads each at once.
+
+    `retract_every` is for tests: after every so many plans a request is pushed out, as if there were no page for it.
+    Observers are not told, so a decision log of such a run cannot be replayed. 0 is never.
     """
 
-    def __init__(self, scheduler: Scheduler, device: Device, depth: int, deliver: Deliver) -> None:
+    def __init__(
+        self, scheduler: Scheduler, device: Device, depth: int, deliver: Deliver, *, retract_every: int = 0
+    ) -> None:
         self.scheduler = scheduler
         self.observers: list[Observer] = []
         self._device = device
         self._depth = depth
         self._deliver = deliver
+        self._retract_every = retract_every
         self._commands: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._closed: Exception | None = None  # why no further command is taken
         self._closing = Lock()
@@ -125,8 +131,13 @@ class EngineLoop:
 
     def _may_submit(self) -> bool:
         """Two plans are enough if the later one is of several steps: it is long, and who comes next waits for it."""
+        if self._in_flight and self._retracts_after(self._in_flight[-1][0]):
+            return False  # a retraction needs nothing in flight
         enough = len(self._in_flight) > 1 and self._in_flight[-1][0].repeats > 1
         return len(self._in_flight) <= self._depth and not enough
+
+    def _retracts_after(self, plan: StepPlan) -> bool:
+        return self._retract_every > 0 and plan.number % self._retract_every == 0
 
     def _plan(self) -> StepPlan | None:
         plan = self.scheduler.plan()
@@ -140,6 +151,8 @@ class EngineLoop:
         for observer in self.observers:
             observer.landed(plan, result)
         outputs = self.scheduler.land(plan, result)
+        if self._retracts_after(plan) and self.scheduler.table.running.any():
+            self.scheduler.retract_last()
         if self._device_ahead() and not self._stopping:
             self._submit()  # text and stop strings can wait, and the device cannot
         for request_id in self._deliver(outputs):
