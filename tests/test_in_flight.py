@@ -128,6 +128,34 @@ def stops(devices: dict[int, DeviceHandle]) -> dict[int, tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
+def one_by_one(devices: dict[int, DeviceHandle], stops: dict[int, tuple[int, ...]]) -> Served:
+    """Each step is read before the next is submitted, with all its log-probabilities."""
+    served = Served(devices[1], requests("all", stops), 0)
+    assert served.repeats == {served.together} == {1}
+    assert set(served.reasons.values()) == {"stop", "length"}
+    return served
+
+
+@pytest.mark.parametrize("asking", ["none", "some", "all"])
+@pytest.mark.parametrize("multi_step", [1, 8])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_same_tokens_come_at_every_depth(
+    devices: dict[int, DeviceHandle],
+    stops: dict[int, tuple[int, ...]],
+    one_by_one: Served,
+    depth: int,
+    multi_step: int,
+    asking: str,
+) -> None:
+    """Without log-probabilities, a plan's tokens come to the host by another way."""
+    asked = requests(asking, stops)
+    served = Served(devices[multi_step], asked, depth)
+    assert (max(served.repeats), served.together) == (multi_step, depth + 1)
+    assert (served.tokens, served.reasons) == (one_by_one.tokens, one_by_one.reasons)
+    same_logprobs(served, one_by_one, asked)
+
+
+@pytest.fixture(scope="module")
 def penalised(devices: dict[int, DeviceHandle], stops: dict[int, tuple[int, ...]]) -> Served:
     """Of penalties, so that what was generated before counts."""
     served = Served(devices[1], requests("all", stops, **PENALTIES), 0)
