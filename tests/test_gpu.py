@@ -14,7 +14,9 @@ import transformers
 from driver import Careless
 
 from fastgraph.bench.steplog import StepLog, Steps
+from fastgraph.config import SamplingParams
 from fastgraph.device.ladder import rungs
+from fastgraph.engine import Ask
 from fastgraph.llm import LLM, Completion, load_model
 
 pytestmark = pytest.mark.gpu
@@ -109,6 +111,40 @@ def test_steps_in_flight_change_no_token(folder: Path, captured: LLM, depth: int
     want = [completion.token_ids for completion in answers(captured, ROWS, **sampling)]
     with load(folder, in_flight_depth=depth) as llm:
         assert [completion.token_ids for completion in answers(llm, ROWS, **sampling)] == want
+
+
+def staggered(llm: LLM, asking: str, stops: dict[int, tuple[int, ...]]) -> list[tuple[list[int], str]]:
+    """Answers of all lengths, all submitted at once; `asking` says who wants log-probabilities: none, some or all."""
+    asks = []
+    for number, prompt in enumerate(PROMPTS):
+        sampling = SamplingParams(
+            max_tokens=10 + 7 * number,
+            temperature=(0.0, 0.9)[number % 2],
+            min_tokens=(0, 5)[number % 4 < 2],
+            logprobs=asking == "all" or (asking == "some" and number % 3 == 0),
+        )
+        asks.append(Ask(prompt, sampling, 5 + number, stops.get(number, ())))
+    found = [ticket.future.result() for ticket in llm.engine.submit_all(asks)]
+    for ask, answer in zip(asks, found, strict=True):
+        told = None if answer.logprobs is None else [entry.token_id for entry in answer.logprobs]
+        assert told == (answer.token_ids if ask.sampling.logprobs else None)
+    return [(answer.token_ids, answer.finish_reason) for answer in found]
+
+
+def test_steps_in_flight_and_together_change_no_token_whoever_asks_for_logprobs(folder: Path, captured: LLM) -> None:
+    """Without log-probabilities, a plan's tokens come to the host by another way."""
+    with load(folder, in_flight_depth=0, multi_step=1) as one_by_one:
+        free = staggered(one_by_one, "all", {})
+        # A token from the midst of the answer, or its first, which `min_tokens` may forbid.
+        stops: dict[int, tuple[int, ...]] = {number: (free[number][0][number % 8],) for number in range(0, ROWS, 2)}
+        want = staggered(one_by_one, "all", stops)
+    assert {reason for _, reason in want} == {"stop", "length"}
+    for asking in ("none", "some", "all"):
+        log = StepLog()
+        captured.engine.observe(log)  # two steps in flight, and up to eight together
+        assert staggered(captured, asking, stops) == want
+        captured.engine.ignore(log)
+        assert max(plan.repeats for _, plan, _ in log.steps) > 1
 
 
 @pytest.mark.parametrize("host_kv_gb", [0, 1])
