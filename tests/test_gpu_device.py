@@ -18,6 +18,7 @@ from fastgraph.control.states import Request
 from fastgraph.device.builder import build_device
 from fastgraph.device.handle import DeviceHandle
 from fastgraph.device.ladder import rungs, token_rungs
+from fastgraph.kernels.sampling import SamplerOutput
 from fastgraph.loading.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -122,6 +123,32 @@ def test_steps_with_prompts_give_the_same_tokens_captured_or_not(folder: Path, t
     padding += sum(min(size for size in mixed if size >= count) - count for count in captured)
     assert device.counters()["padding_tokens"] == padding
     assert device.counters()["kernel_builds"] == 0
+
+
+def test_every_rung_replays_what_the_same_step_gives_eagerly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no more than the graphs taken away."""
+    device = build(folder, max_decode_bs=256, max_step_tokens=2048, max_model_len=64, max_capture_tokens=0)
+    executor, replayed = device._executor, []
+    ladder = executor._decode_ladder
+    assert ladder is not None
+    assert ladder.sizes == rungs(256)
+    replay = ladder.replay
+
+    def noting(size: int) -> SamplerOutput:
+        replayed.append(size)
+        return replay(size)
+
+    monkeypatch.setattr(ladder, "replay", noting)
+    for size in ladder.sizes:
+        prompts = random_prompts(*(1 + row % 7 for row in range(size)))
+        replayed.clear()
+        answers = serve(device, prompts, 5)
+        assert replayed == [size] * 4  # the first token comes of the step with the prompts
+        executor._decode_ladder = None
+        assert serve(device, prompts, 5) == answers
+        executor._decode_ladder = ladder
+        assert replayed == [size] * 4
+    assert device.counters()["recompiles"] == 0
 
 
 def test_steps_that_are_submitted_together_give_the_same_tokens(folder: Path) -> None:
