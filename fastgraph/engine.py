@@ -222,6 +222,7 @@ class Engine:
                 "running": scheduler.running,
                 "waiting": scheduler.waiting,
                 "preemptions": scheduler.preemptions,
+                "preemptions_saved": scheduler.preemptions_saved,
                 "prompt_tokens": scheduler.prompt_tokens,
                 "prefix_hit_tokens": scheduler.prefix_hit_tokens,
                 **self._counters(),

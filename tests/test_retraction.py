@@ -78,6 +78,7 @@ def test_greedy_answers_are_transformers_however_often_they_are_interrupted(
     assert [session.tokens[i] for i in range(len(PROMPTS))] == expected(reference[0], PROMPTS, 12)
     assert session.scheduler.preemptions > 2
     assert any(len(plan.restores) for plan in session.plans) == ("saving" in kind)
+    assert (session.scheduler.preemptions_saved > 2) == ("saving" in kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

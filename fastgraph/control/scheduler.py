@@ -67,6 +67,7 @@ class Scheduler:
         self.forecast = Forecast()
         self.states: dict[int, State] = {}
         self.preemptions = 0
+        self.preemptions_saved = 0  # of these, with the pages kept on the host
         self.prompt_tokens = 0  # of all requests that got a slot
         self.prefix_hit_tokens = 0  # of these, found in the prefix tree
         self._free_slots = list(range(limits.slots, 0, -1))  # a stack; the lowest is taken first
@@ -208,6 +209,7 @@ class Scheduler:
         self.preemptions += 1
         if len(pages) <= self.host.free and not state.resources.lease.dropped:
             saved = self.host.lease(len(pages))
+            self.preemptions_saved += 1
             self._snapshots.append(np.stack([pages, saved.pages], axis=1))
             self._enqueue(save(state, answer, past, computed, saved), computed)
         else:
