@@ -21,7 +21,7 @@ from simulated import SimulatedDevice, make_request
 from fastgraph import control
 from fastgraph.control import plan, states
 from fastgraph.control.plan import Limits
-from fastgraph.control.scheduler import Scheduler
+from fastgraph.control.scheduler import Output, Scheduler
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -107,13 +107,22 @@ def test_what_crosses_a_border_is_frozen(kind: type[Any]) -> None:
         assert "__slots__" in vars(kind)
 
 
-@pytest.mark.parametrize("kind", [*states.State.__args__, states.Request, states.Resources, states.Past])
+@pytest.mark.parametrize("kind", [*states.State.__args__, states.Request, states.Resources])
 def test_states_are_frozen_and_slotted(kind: type[Any]) -> None:
     assert kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
     instance = object.__new__(kind)
     assert not hasattr(instance, "__dict__")
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(instance, dataclasses.fields(kind)[0].name, None)
+
+
+def test_what_is_made_anew_for_each_stream_in_each_step_cannot_be_changed_either() -> None:
+    past = states.Past(0.0, 0.0, 0.0, 0)
+    for instance in (past, Output(1, np.empty(0, np.int32), None, None, past)):
+        assert not hasattr(instance, "__dict__")
+        for name in instance._fields:
+            with pytest.raises(AttributeError):
+                setattr(instance, name, None)
 
 
 def leaves(value: Any) -> Iterator[Any]:
