@@ -16,7 +16,9 @@ from torch import Tensor
 from fastgraph.kernels import reference, serving
 from fastgraph.kernels.attention import Turn
 
-decode, prefill, rotary, launch = load("decode_attention", "prefill_attention", "rotary", "launch")
+decode, cutting, prefill, rotary, launch = load(
+    "decode_attention", "decode_splits", "prefill_attention", "rotary", "launch"
+)
 EPS = 1e-6
 # heads, kv_heads, head_dim, elements that rotate, norm of each head, window, page_size
 KINDS = [
@@ -79,7 +81,7 @@ def check_decode(past: list[int], kind: tuple) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [1, 4, 16])
 def test_decode_norms_rotates_writes_and_attends(kind: tuple, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "split_plan", lambda *_: decode.SplitPlan(pieces, pieces, 32, 32, 4096))
+    monkeypatch.setattr(decode, "split_plan", lambda *_: cutting.SplitPlan(pieces, pieces, 32, 32, 4096))
     check_decode([0, 37, 100, 15, 64], kind)
     check_decode([700, 0, 1], kind)
 
@@ -120,7 +122,7 @@ def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
     paged = Paged.of([0] * len(past), 1, 1, 8, page_size)
     paged.lengths[paged.slots.long()] = torch.tensor(past, dtype=torch.int32, device=DEVICE)
     pages = paged.pages(counts, empty=data.draw(st.sampled_from([0, 3, 90])))
-    found = decode.lay_out(pages, decode.SplitPlan(busy, fill, least, block, cut), window).tolist()
+    found = cutting.lay_out(pages, cutting.SplitPlan(busy, fill, least, block, cut), window).tolist()
     single = [row for row, count in enumerate(counts) if count == 1]
     begins = [max(n + 1 - window, 0) // page_size * page_size if window else 0 for n in past]
     total, live = sum(past[row] - begins[row] for row in single), max(len(single), 1)
@@ -152,8 +154,8 @@ def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
 @pytest.mark.parametrize("kv_heads", [1, 8, 32, 128])
 @pytest.mark.parametrize("rows", [1, 300, 5000, 20_000])
 def test_there_are_counters_for_all_rows_that_may_be_cut(kv_heads: int, rows: int) -> None:
-    plan = decode.split_plan(kv_heads, 64, 148)
-    assert decode.spare_splits(rows, plan.fill, plan.cut) * kv_heads <= launch.COUNTERS
+    plan = cutting.split_plan(kv_heads, 64, 148)
+    assert cutting.spare_splits(rows, plan.fill, plan.cut) * kv_heads <= launch.COUNTERS
 
 
 def test_a_step_is_laid_out_once_and_the_next_one_anew() -> None:

@@ -11,7 +11,7 @@ from fastgraph.kernels import serving
 from fastgraph.kernels.attention import NO_TURN
 from fastgraph.kernels.reference import attention_reference
 
-decode, prefill = load("decode_attention", "prefill_attention")
+decode, cutting, prefill = load("decode_attention", "decode_splits", "prefill_attention")
 KINDS = [(4, 2, 32, 0, 16), (6, 2, 16, 0, 16), (8, 1, 32, 21, 16), (3, 3, 16, 5, 4)]  # heads, kv, dim, window, page
 
 
@@ -35,7 +35,7 @@ def inputs(tokens: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Te
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_decode(kind: tuple[int, ...], pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "split_plan", lambda *_: decode.SplitPlan(pieces, pieces, 32, 32, 4096))
+    monkeypatch.setattr(decode, "split_plan", lambda *_: cutting.SplitPlan(pieces, pieces, 32, 32, 4096))
     heads, kv_heads, dim, window, page_size = kind
     past = [0, 37, 100, 15, 64]
     paged = Paged.of(past, max(past) + 1, kv_heads, dim, page_size)
