@@ -145,7 +145,7 @@ class Arm:
         plan, pending = self._in_flight.popleft()
         began = perf_counter()
         while not pending.ready():
-            pass
+            pass  # `result` would wait as well, and then gather the tokens, which is the host's work
         waited = perf_counter() - began
         self._scheduler.land(plan, pending.result())
         return waited

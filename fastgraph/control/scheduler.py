@@ -376,9 +376,7 @@ class Scheduler:
             width, first = tokens.shape[1], rows[told]
             last = first + taken[told] * width
             for i in np.flatnonzero(ended[told] | (result.logprobs is not None)).tolist():
-                reason: FinishReason | None = None
-                if ended[told[i]]:
-                    reason = "stop" if stopped[told[i]] else "length"
+                reason: FinishReason | None = "stop" if stopped[told[i]] else "length" if full[told[i]] else None
                 outputs[i] = self._complete(outputs[i], result, slice(first[i], last[i], width), int(at[i]), reason)
         self._release_landed()
         return outputs

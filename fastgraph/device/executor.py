@@ -225,7 +225,9 @@ class _Arrival:
         pinned = recent.is_cuda
         self._outputs = outputs_of(rows, pin_memory=pinned)
         self._recent = torch.empty_like(recent, device="cpu", pin_memory=pinned)
-        self._events = (_event(), _event()) if pinned else None
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if pinned:
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._copy: Callable[[], Any] = partial(self._recent.copy_, recent, non_blocking=True)
         if pinned:  # always the same copy: recorded, it is launched in less time
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # the stream is else one for all threads
@@ -268,8 +270,3 @@ class _Arrival:
         work()
         self._events[1].record()
         return 0.0
-
-
-def _event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)
-    return event
