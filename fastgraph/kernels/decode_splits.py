@@ -1,6 +1,7 @@
 """How the contexts of a decode step are cut into splits, on the device and once for all layers.
 
-Long rows are cut so that none keeps the others waiting, and few rows so that they fill the machine.
+Long rows are cut so that none keeps the others waiting, and few rows so that they fill the machine. Of many splits the
+long ones come first.
 """
 
 from __future__ import annotations
@@ -105,6 +106,15 @@ def _lay_out(
     per = tl.maximum(tl.cdiv(even, BLOCK) * BLOCK, BLOCK)
     count = tl.where(mine, tl.maximum(tl.cdiv(n - begin, per), 1), 0)
     first = tl.cumsum(count) - count
+    if ROWS > 64:
+        # The long ones come first, by quarters of the longest, so that what runs last is short.
+        longest = tl.maximum(tl.max(tl.where(mine, per, 0)), 1)
+        quarter = tl.minimum(4 * per // longest, 3)
+        earlier = 0
+        for i in tl.static_range(4):
+            here = tl.where(quarter == 3 - i, count, 0)
+            first = tl.where(quarter == 3 - i, earlier + tl.cumsum(here) - here, first)
+            earlier += tl.sum(here)
     counts = (count > 1).to(tl.int32)
     counter = tl.cumsum(counts) - counts
     for i in range(tl.max(count)):
