@@ -32,7 +32,7 @@ from fastgraph.control.states import Request
 from fastgraph.errors import ConfigError
 
 MACHINE = Roofline(
-    weights=1000, kv_token=10, bandwidth=100.0, token_flops=40, head_flops=4, context_flops=2, matmul=50.0
+    weights=1000, kv_token=10, bandwidth=100.0, token_flops=40, head_flops=4, context_flops=2, matmul=50.0, lasting=40.0
 )
 
 
@@ -188,6 +188,7 @@ def test_figures_add_up(llm: fastgraph.LLM) -> None:
         assert found["output_tokens_per_second"] == pytest.approx(output / took)
         assert found["total_tokens_per_second"] == pytest.approx((prompt + output) / took)
         assert found["limit_share"] == pytest.approx(found["limit_seconds"] / took)
+        assert found["limit_share"] < found["lasting_share"] < found["limit_share"] * 50 / 40
         assert found["largest_batch"] == 4
         # A request's last token is sampled, and never computed.
         assert found["steps"] * found["step_tokens"] == pytest.approx(prompt + output - 9)

@@ -18,6 +18,7 @@ from fastgraph.control.states import Request
 from fastgraph.device.builder import GPU_HEADROOM, build_device
 from fastgraph.device.handle import DeviceHandle
 from fastgraph.device.ladder import rungs, token_rungs
+from fastgraph.kernels import registry
 from fastgraph.kernels.sampling import SamplerOutput
 from fastgraph.loading.checkpoint import open_checkpoint
 
@@ -226,6 +227,25 @@ def test_a_real_model_in_bfloat16_gives_the_tokens_of_eager_steps(rows: int) -> 
     options: dict[str, Any] = {"dtype": "bfloat16", "max_decode_bs": 12}
     want = serve(build(None, **options, **EAGER), texts(rows), 64)
     assert serve(build(None, **options, max_capture_bs=7), texts(rows), 64) == want
+
+
+@needs_smollm2
+@pytest.mark.filterwarnings("ignore:.*decode at once")
+@pytest.mark.parametrize("rows", [1, 7, 12])
+def test_a_real_model_in_bfloat16_differs_from_plain_pytorch_only_where_two_tokens_are_close(rows: int) -> None:
+    """The reference of every op, eager, against what serves; and what float32 makes of the first token that differs."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_decode_bs": 12}
+    plain = dict.fromkeys(registry.OPS, "reference")
+    want = serve(build(None, **options, **EAGER, kernels=plain), texts(rows), 64)
+    got = serve(build(None, **options, max_capture_bs=7), texts(rows), 64)
+    folder = open_checkpoint(EngineConfig(), "float32", lambda phase, fraction: None).folder
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+    for prompt, one, other in zip(texts(rows), want, got, strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        if same is not None:
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + one[:same]], device="cuda")).logits[0, -1]
+            assert abs(float(logits[one[same]] - logits[other[same]])) < 0.25, (same, len(prompt))
 
 
 @needs_smollm2

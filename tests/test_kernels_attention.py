@@ -81,7 +81,7 @@ def check_decode(past: list[int], kind: tuple) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [1, 4, 16])
 def test_decode_norms_rotates_writes_and_attends(kind: tuple, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "split_plan", lambda *_: cutting.SplitPlan(pieces, pieces, 32, 32, 4096))
+    monkeypatch.setattr(decode, "split_plan", lambda *_: cutting.SplitPlan(pieces, 32, 32, 4096))
     check_decode([0, 37, 100, 15, 64], kind)
     check_decode([700, 0, 1], kind)
 
@@ -106,14 +106,13 @@ def test_padding_rows_write_to_page_zero_alone_and_change_no_other_row() -> None
 @settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
-    busy=st.integers(1, 50),
-    fill=st.integers(1, 70),
+    wave=st.integers(1, 140),
     least=st.integers(1, 70),
     cut=st.sampled_from([1, 4096]),
     window=st.sampled_from([0, 40, 512]),
 )
 def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
-    data: st.DataObject, busy: int, fill: int, least: int, cut: int, window: int
+    data: st.DataObject, wave: int, least: int, cut: int, window: int
 ) -> None:
     """Whatever there is beside them: rows of prompts, and empty ones that fill up a graph."""
     page_size, block = 16, 32
@@ -122,16 +121,18 @@ def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
     paged = Paged.of([0] * len(past), 1, 1, 8, page_size)
     paged.lengths[paged.slots.long()] = torch.tensor(past, dtype=torch.int32, device=DEVICE)
     pages = paged.pages(counts, empty=data.draw(st.sampled_from([0, 3, 90])))
-    found = cutting.lay_out(pages, cutting.SplitPlan(busy, fill, least, block, cut), window).tolist()
+    found = cutting.lay_out(pages, cutting.SplitPlan(wave, least, block, cut), window).tolist()
     single = [row for row, count in enumerate(counts) if count == 1]
     begins = [max(n + 1 - window, 0) // page_size * page_size if window else 0 for n in past]
     total, live = sum(past[row] - begins[row] for row in single), max(len(single), 1)
-    extra = max(2 * fill, min(len(single) * 5 // 8, cut))
-    if len(single) >= busy:
+    used = [split for split in found if split[0] >= 0]
+    if len(single) >= wave:
+        extra = max(wave, min(len(single) * 5 // 8, cut))
         longest = max(-(-total // extra), total // live * 5 // 4, block)
     else:
-        longest = max(-(-total // extra), min(-(-total // fill), 256), min(total // least, 128), block)
-    used = [split for split in found if split[0] >= 0]
+        extra = 2 * wave
+        longest = max(-(-total // (wave - len(single))), min(total // least, 128), block)
+        assert len(used) <= (wave if len(single) <= wave // 4 else 2 * wave)
     counters = set()
     for row in single:
         token = int(pages.query_start[row])
@@ -162,7 +163,26 @@ def test_splits_cover_each_row_of_one_token_once_and_are_of_like_length(
 @pytest.mark.parametrize("rows", [1, 300, 5000, 20_000])
 def test_there_are_counters_for_all_rows_that_may_be_cut(kv_heads: int, rows: int) -> None:
     plan = cutting.split_plan(kv_heads, 64, 148)
-    assert cutting.spare_splits(rows, plan.fill, plan.cut) * kv_heads <= launch.COUNTERS
+    assert cutting.spare_splits(rows, plan) * kv_heads <= launch.COUNTERS
+    assert plan.wave * kv_heads <= launch.COUNTERS
+
+
+@pytest.mark.parametrize(
+    ("past", "splits"),
+    [
+        ([8500] * 16, 128),  # eight each: nine would be more than a wave
+        ([1000] * 32, 128),
+        ([2000] * 4, 64),  # of 128 tokens: shorter ones are not worth it
+        ([700] * 96, 192),  # whole rows would leave a quarter of a wave empty
+        ([700] * 128, 128),
+        ([600] * 200, 200),
+    ],
+)
+def test_few_rows_fill_one_wave_or_two(past: list[int], splits: int) -> None:
+    pages = Paged.of([0] * len(past), 1, 1, 8, 16).pages([1] * len(past))
+    pages.lengths[pages.slots.long()] = torch.tensor(past, dtype=torch.int32, device=DEVICE)
+    found = cutting.lay_out(pages, cutting.SplitPlan(132, 8, 32, 8192), 0)
+    assert int((found[:, 0] >= 0).sum()) == splits
 
 
 def test_a_step_is_laid_out_once_and_the_next_one_anew() -> None:

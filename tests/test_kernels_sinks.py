@@ -35,7 +35,7 @@ def inputs(tokens: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Te
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_decode(kind: tuple[int, ...], pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "split_plan", lambda *_: cutting.SplitPlan(pieces, pieces, 32, 32, 4096))
+    monkeypatch.setattr(decode, "split_plan", lambda *_: cutting.SplitPlan(pieces, 32, 32, 4096))
     heads, kv_heads, dim, window, page_size = kind
     past = [0, 37, 100, 15, 64]
     paged = Paged.of(past, max(past) + 1, kv_heads, dim, page_size)

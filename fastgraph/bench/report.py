@@ -45,6 +45,7 @@ _LOAD = {
     "total tok/s": ("total_tokens_per_second", 1, 1),
     "steady output tok/s": ("steady_tokens_per_second", 1, 1),
     "share of the limit %": ("limit_share", 100, 1),
+    "share of what lasts %": ("lasting_share", 100, 1),
     "device idle %": ("idle_share", 100, 1),
     "steady device idle %": ("steady_idle_share", 100, 1),
     "prefix hits %": ("hit_rate", 100, 1),
@@ -132,7 +133,11 @@ def show(found: Mapping[str, Any], console: Console) -> None:
             f"{roofline['lasting'] / 1e12:.1f} when it goes on for half a second, measured now."
         )
     elif found["bench"] == "throughput":
-        console.print(f"The rate of a large product is {roofline['matmul'] / 1e12:.2f} TFLOP/s, measured now.")
+        console.print(
+            f"The rate of a large product is {roofline['matmul'] / 1e12:.2f} TFLOP/s at best, and "
+            f"{roofline['lasting'] / 1e12:.2f} when it goes on for half a second, measured now: what lasts is the "
+            f"limit with the second rate."
+        )
     if "memory" in found:
         console.print("Memory: " + ", ".join(f"{kind} {_bytes(count)}" for kind, count in found["memory"].items()))
     console.print(_counts(found["counters"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -25,8 +25,11 @@ def bench(
     def play(done: Callable[[float], None]) -> Played:
         rounds = all_turns(llm, workload, temperature, seed, decode_text, done)
         took = sum(round_.seconds for round_ in rounds)
-        least = sum(limit.seconds(roofline, round_.costs, llm.limits.slots) for round_ in rounds)
-        figures: Figures = {"limit_seconds": least, "limit_share": least / took}
+        least, lasting = (
+            sum(limit.seconds(peak, round_.costs, llm.limits.slots) for round_ in rounds)
+            for peak in (roofline, replace(roofline, matmul=roofline.lasting))
+        )
+        figures: Figures = {"limit_seconds": least, "limit_share": least / took, "lasting_share": lasting / took}
         return Played(took, [run for round_ in rounds for run in round_.runs], figures | _ends(rounds))
 
     return load.repeat(llm, workload, play, repeats, tell)

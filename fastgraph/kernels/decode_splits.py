@@ -19,7 +19,7 @@ from fastgraph.kernels.launch import COUNTERS, power_of_two
 
 # Of a split: the counter of its row, slot, begin, end; and of the row: length, first split, number of splits, token.
 FIELDS = tl.constexpr(8)
-_BUSY = 6  # programs for each multiprocessor keep it busy
+_SIDE_BY_SIDE = 8  # programs of heads of 128 on one multiprocessor: two for each quarter of its registers
 _LEAST = 64  # programs, below which even short splits are cut
 _MOST = tl.constexpr(8)  # times `least`: the splits of a row
 
@@ -27,8 +27,7 @@ _MOST = tl.constexpr(8)  # times `least`: the splits of a row
 class SplitPlan(NamedTuple):
     """What the cutting depends on beside the lengths. As measured on an H200, for head dimensions of 64 and 128."""
 
-    busy: int  # rows from which on most are left whole
-    fill: int  # splits that keep the machine busy where the rows are fewer
+    wave: int  # splits that run side by side
     least: int  # splits, below which even short ones are cut
     block: int  # tokens that a program reads at a time
     cut: int  # rows that may be cut at most: each counts its splits, in a place of its own for each kv head
@@ -36,38 +35,70 @@ class SplitPlan(NamedTuple):
 
 @cache
 def split_plan(kv_heads: int, head_dim: int, multiprocessors: int) -> SplitPlan:
-    busy = max(_BUSY * multiprocessors // kv_heads, 1)
-    fill = busy * max(128 // head_dim, 1)  # of narrow heads a program has less to read
+    wave = _SIDE_BY_SIDE * max(128 // head_dim, 1) * multiprocessors // kv_heads
     block = 32 if head_dim <= 128 else 16  # what registers hold
-    return SplitPlan(busy, fill, max(_LEAST // kv_heads, 1), block, COUNTERS // kv_heads)
+    return SplitPlan(max(wave, 1), max(_LEAST // kv_heads, 1), block, COUNTERS // kv_heads)
 
 
 def lay_out(pages: Pages, plan: SplitPlan, window: int) -> Tensor:
     """Cut the contexts of all rows of one token: [most, 8] int32 of the splits; an unused one has counter -1.
 
-    Fewer than `busy` rows are cut into about `fill` splits, or twice as many if these have 256 tokens still; but one of
-    less than 128 tokens is only worth it where there would not even be `least` of them. Of more rows only those are cut
-    that are longer than the mean by some, so that there are `spare_splits` more splits than rows at most. A row has
-    `_MOST` * `least` splits at most: they are added up one after the other.
+    Fewer rows than a wave are cut into one full wave of splits, for a multiprocessor that has fewer of them than others
+    waits for these in the end; into two, where the lengths would leave a quarter of one empty. But splits of less than
+    128 tokens are only worth it where there would not even be `least` of them. Of more rows only those are cut that are
+    longer than the mean by some, so that there are `spare_splits` more splits than rows at most. A row has `_MOST` *
+    `least` splits at most: they are added up one after the other.
     """
     rows = len(pages.slots)
     # Programs that find no split cost little, but not nothing.
-    most = min(rows + spare_splits(rows, plan.fill, plan.cut), rows * _MOST.value * plan.least)
+    most = min(most_splits(rows, plan), rows * _MOST.value * plan.least)
     splits = torch.empty(most, FIELDS.value, dtype=torch.int32, device=pages.slots.device)
-    # A kernel for few rows, and one for all others: an engine's page table has more than it can have rows.
-    width = 64 if rows <= 64 else power_of_two(max(rows, len(pages.page_table)))
-    counts = (rows, most, plan.busy, plan.fill, plan.least, plan.cut)
+    width = max(power_of_two(rows), 64)
+    counts = (rows, most, plan.wave, plan.least, plan.cut)
     sizes = (window, pages.k_cache.shape[1], plan.block, width)
-    _lay_out[(1,)](pages.slots, pages.lengths, pages.query_start, splits, *counts, *sizes)
+    warps = max(4, min(width // 128, 16))
+    _lay_out[(1,)](pages.slots, pages.lengths, pages.query_start, splits, *counts, *sizes, num_warps=warps)
     return splits
 
 
-def spare_splits(rows: int, fill: int, cut: int) -> int:
-    """How many more splits than rows of one token there may be."""
-    return max(2 * fill, min(rows * 5 // 8, cut))
+def most_splits(rows: int, plan: SplitPlan) -> int:
+    """Of so many rows, whatever their lengths."""
+    if rows < plan.wave:
+        return plan.wave if rows <= plan.wave // 4 else 2 * plan.wave
+    return rows + spare_splits(rows, plan)
 
 
-@triton.jit(do_not_specialize=["rows", "most", "busy", "fill", "least", "cut"])  # they differ from step to step
+def spare_splits(rows: int, plan: SplitPlan) -> int:
+    """How many more splits than rows there may be, of a wave of rows or more."""
+    return max(plan.wave, min(rows * 5 // 8, plan.cut))
+
+
+@triton.jit
+def _cut(context, longest, most, BLOCK: tl.constexpr):
+    """How many tokens a split of each row has, and how many splits a row: even ones, of about `longest` at most."""
+    parts = tl.maximum(tl.cdiv(context, tl.maximum(tl.cdiv(context, most), longest)), 1)
+    per = tl.maximum(tl.cdiv(tl.cdiv(context, parts), BLOCK) * BLOCK, BLOCK)
+    return per, tl.maximum(tl.cdiv(context, per), 1)
+
+
+@triton.jit
+def _fitting(context, mine, total, live, splits, floor, most, BLOCK: tl.constexpr):
+    """The shortest bound of a split's length, of sixteen, with which there are no more than so many splits > live.
+
+    It is total / splits if every split is as long as that, and total / (splits - live) is enough in any case.
+    """
+    low, high = -1, 15
+    for _ in range(4):
+        middle = (low + high) // 2
+        longest = tl.maximum(tl.cdiv(total, splits - live * middle // 15), floor)
+        _, count = _cut(context, longest, most, BLOCK)
+        fits = tl.sum(tl.where(mine, count, 0)) <= splits
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle)
+    return tl.maximum(tl.cdiv(total, splits - live * high // 15), floor)
+
+
+@triton.jit(do_not_specialize=["rows", "most", "wave", "least", "cut"])  # they differ from step to step
 def _lay_out(
     slots,
     lengths,
@@ -75,8 +106,7 @@ def _lay_out(
     splits,
     rows,
     most,
-    busy,
-    fill,
+    wave,
     least,
     cut,
     WINDOW: tl.constexpr,
@@ -92,24 +122,28 @@ def _lay_out(
     begin = tl.zeros_like(n)
     if WINDOW:
         begin = tl.maximum(n + 1 - WINDOW, 0) // PAGE * PAGE
+    context = n - begin
     # Of the rows of one token, and not of those that are padding or prompts: there may be many of these.
     live = tl.sum(mine.to(tl.int32))
-    total = tl.sum(n - begin)
-    longest = tl.cdiv(total, tl.maximum(2 * fill, tl.minimum(live * 5 // 8, cut)))  # as in `spare_splits`
-    if live >= busy:
-        longest = tl.maximum(longest, total // tl.maximum(live, 1) * 5 // 4)
+    total = tl.sum(context)
+    floor = tl.maximum(tl.minimum(total // least, 128), 1)
+    if live >= wave:
+        longest = tl.cdiv(total, tl.maximum(wave, tl.minimum(live * 5 // 8, cut)))  # as in `spare_splits`
+        longest = tl.maximum(tl.maximum(longest, total // live * 5 // 4), 1)
+    elif total <= floor * (wave - live):
+        longest = floor
     else:
-        longest = tl.maximum(longest, tl.minimum(tl.cdiv(total, fill), 256))
-        longest = tl.maximum(longest, tl.minimum(total // least, 128))
-    bound = tl.maximum(tl.cdiv(n - begin, _MOST * least), tl.maximum(longest, BLOCK))  # [rows], of a split's length
-    even = tl.cdiv(n - begin, tl.maximum(tl.cdiv(n - begin, bound), 1))
-    per = tl.maximum(tl.cdiv(even, BLOCK) * BLOCK, BLOCK)
-    count = tl.where(mine, tl.maximum(tl.cdiv(n - begin, per), 1), 0)
+        longest = _fitting(context, mine, total, live, wave, floor, _MOST * least, BLOCK)
+        if (live > wave // 4) & (total // longest * 4 < 3 * wave):
+            half = _fitting(context, mine, total, live, 2 * wave, floor, _MOST * least, BLOCK)
+            longest = tl.where(2 * half <= longest + BLOCK, half, longest)
+    per, count = _cut(context, longest, _MOST * least, BLOCK)
+    count = tl.where(mine, count, 0)
     first = tl.cumsum(count) - count
     if ROWS > 64:
         # The long ones come first, by quarters of the longest, so that what runs last is short.
-        longest = tl.maximum(tl.max(tl.where(mine, per, 0)), 1)
-        quarter = tl.minimum(4 * per // longest, 3)
+        widest = tl.maximum(tl.max(tl.where(mine, per, 0)), 1)
+        quarter = tl.minimum(4 * per // widest, 3)
         earlier = 0
         for i in tl.static_range(4):
             here = tl.where(quarter == 3 - i, count, 0)

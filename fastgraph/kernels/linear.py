@@ -208,7 +208,9 @@ def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int, shar
     """Tiles of 64 outputs, or of 128 in large gated layers of many rows. The inputs are split where there are few tiles
     and much to read for each.
 
-    shared: bytes that a program may have; what it does not keep for other things holds the stages.
+    shared: bytes that a program may have; what it does not keep for other things holds the stages. They take more than
+    half of it: programs begin while the kernel before theirs still runs, and two to a multiprocessor would crowd on the
+    first that are free, and leave the others with nothing to read.
     """
     height = max(power_of_two(rows), 16)
     if height > 64 and n * k * (2 if gated else 1) <= _SMALL:
@@ -221,11 +223,14 @@ def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int, shar
         if not ((wave <= 0.5 and k >= 1024 * splits) or (wave <= 1 and k >= 4096 * splits)):
             break
         splits *= 2
+    if height == 16 and not gated and k >= 2048 * splits:
+        depth = 256
     room, line = shared * 7 // 8, 2 * (height + outputs * (2 if gated else 1))  # bytes; of an input's share of a stage
     while 2 * depth * line > room and depth > 16:
         depth //= 2
     warps = 8 if height > 128 or outputs > 64 else 4
-    return TilePlan(height, outputs, depth, splits, warps, min(room // (depth * line), 5))
+    stages = max(shared // 2 // (depth * line) + 1, 5)
+    return TilePlan(height, outputs, depth, splits, warps, min(stages, room // (depth * line)))
 
 
 def _tiled(
