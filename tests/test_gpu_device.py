@@ -219,41 +219,46 @@ def texts(count: int) -> list[list[int]]:
     return [tokenizer.encode(TEXTS[i % len(TEXTS)]) + [7 + i // len(TEXTS)] * (i >= len(TEXTS)) for i in range(count)]
 
 
-@needs_smollm2
-@pytest.mark.filterwarnings("ignore:.*decode at once")
-@pytest.mark.parametrize("rows", [1, 7, 12])
-def test_a_real_model_in_bfloat16_gives_the_tokens_of_eager_steps(rows: int) -> None:
-    """Captured at 1 and 7, above the ladder at 12."""
-    options: dict[str, Any] = {"dtype": "bfloat16", "max_decode_bs": 12}
-    want = serve(build(None, **options, **EAGER), texts(rows), 64)
-    assert serve(build(None, **options, max_capture_bs=7), texts(rows), 64) == want
-
-
-@needs_smollm2
-@pytest.mark.filterwarnings("ignore:.*decode at once")
-@pytest.mark.parametrize("rows", [1, 7, 12])
-def test_a_real_model_in_bfloat16_differs_from_plain_pytorch_only_where_two_tokens_are_close(rows: int) -> None:
-    """The reference of every op, eager, against what serves; and what float32 makes of the first token that differs."""
+@pytest.fixture(scope="module")
+def real() -> dict[str, DeviceHandle]:
+    """SmolLM2 in bfloat16: captured up to 7 rows; its steps eager; and eager with the plain PyTorch of every op."""
     options: dict[str, Any] = {"dtype": "bfloat16", "max_decode_bs": 12}
     plain = dict.fromkeys(registry.OPS, "reference")
-    want = serve(build(None, **options, **EAGER, kernels=plain), texts(rows), 64)
-    got = serve(build(None, **options, max_capture_bs=7), texts(rows), 64)
+    return {
+        "captured": build(None, **options, max_capture_bs=7),
+        "eager": build(None, **options, **EAGER),
+        "plain": build(None, **options, **EAGER, kernels=plain),
+    }
+
+
+@pytest.fixture(scope="module")
+def independent() -> transformers.PreTrainedModel:
+    """The same model by transformers, in float32."""
     folder = open_checkpoint(EngineConfig(), "float32", lambda phase, fraction: None).folder
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
-    for prompt, one, other in zip(texts(rows), want, got, strict=True):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+
+
+@needs_smollm2
+@pytest.mark.filterwarnings("ignore:.*decode at once")
+@pytest.mark.parametrize("rows", [1, 7, 12])
+def test_a_real_model_in_bfloat16_gives_the_tokens_of_eager_steps(
+    real: dict[str, DeviceHandle], independent: transformers.PreTrainedModel, rows: int
+) -> None:
+    """Captured at 1 and 7, above the ladder at 12. Of plain PyTorch too, but where two tokens are close in float32."""
+    got = serve(real["captured"], texts(rows), 64)
+    assert got == serve(real["eager"], texts(rows), 64)
+    for prompt, one, other in zip(texts(rows), got, serve(real["plain"], texts(rows), 64), strict=True):
         same = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
         if same is not None:
             with torch.inference_mode():
-                logits = model(torch.tensor([prompt + one[:same]], device="cuda")).logits[0, -1]
+                logits = independent(torch.tensor([prompt + one[:same]], device="cuda")).logits[0, -1]
             assert abs(float(logits[one[same]] - logits[other[same]])) < 0.25, (same, len(prompt))
 
 
 @needs_smollm2
-def test_a_real_model_gives_the_tokens_of_transformers() -> None:
-    folder = open_checkpoint(EngineConfig(), "float32", lambda phase, fraction: None).folder
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
+def test_a_real_model_gives_the_tokens_of_transformers(independent: transformers.PreTrainedModel) -> None:
     got = serve(build(None, max_decode_bs=8), texts(7), 64)
     for prompt, answer in zip(texts(7), got, strict=True):
         ids = torch.tensor([prompt], device="cuda")
-        out = model.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+        out = independent.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert answer == out[0, len(prompt) :].tolist()
