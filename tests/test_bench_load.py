@@ -263,6 +263,23 @@ def test_memory_of_the_weights_is_that_of_transformers_model(llm: fastgraph.LLM,
     assert found["process"] > 2**26
 
 
+def test_memory_of_captured_graphs_is_a_kind_of_its_own(llm: fastgraph.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def segment(device: int, pool: tuple[int, int], total: int, allocated: int) -> dict[str, Any]:
+        return {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+
+    machine = roofline.roofline_of(TINY, torch.float32, Peaks(1e9, 1e12, 1e12))
+    known = memory.by_kind(TINY, llm.limits, machine, torch.float32, torch.device("cpu"))
+    tensors = known["weights"] + known["kv"] + 300
+    segments = [segment(0, (0, 0), tensors + 50, tensors), segment(0, (0, 7), 1000, 20), segment(1, (0, 8), 9, 9)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10_000, 2 * tensors))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: tensors + 20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: tensors + 50 + 1000)
+    found = memory.by_kind(TINY, llm.limits, machine, torch.float32, torch.device("cuda"))
+    assert {"other": 300, "graphs": 1000, "reserved": 50, "free": 10_000}.items() <= found.items()
+    assert sum(found.values()) == 2 * tensors
+
+
 # --- serve ---
 
 

@@ -16,9 +16,9 @@ from fastgraph.control.plan import Limits
 def by_kind(
     config: Mapping[str, Any], limits: Limits, roofline: Roofline, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    """`weights` and `kv` (the pages); on a GPU also the `other` tensors, what torch has `reserved` beside all tensors
-    (captured graphs, freed memory), what is used `outside` torch (the driver, other processes) and what is `free`; on a
-    CPU the most that the `process` has had.
+    """`weights` and `kv` (the pages); on a GPU also the `other` tensors, what captured `graphs` keep for theirs, what
+    torch has `reserved` beside all that (freed memory), what is used `outside` torch (the driver, graphs themselves,
+    other processes) and what is `free`; on a CPU the most that the `process` has had.
     """
     module = models.find(config)
     with torch.device("meta"):
@@ -29,7 +29,11 @@ def by_kind(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        found |= {"other": allocated - weights - kv, "reserved": reserved - allocated}
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        own = [s for s in segments if s["device"] == (device.index or 0) and tuple(s["segment_pool_id"]) != (0, 0)]
+        graphs, alive = (sum(s[size] for s in own) for size in ("total_size", "allocated_size"))
+        found |= {"other": allocated - alive - weights - kv, "graphs": graphs}
+        found |= {"reserved": reserved - graphs - (allocated - alive)}
         found |= {"outside": total - free - reserved, "free": free}
     elif sys.platform != "win32":
         import resource
