@@ -268,6 +268,7 @@ class Driver:
             assert scheduler.table.capacity[slot] == len(state.resources.lease) * self.limits.page_size
             assert scheduler.table.running[slot] == (not isinstance(state, Finishing))
             assert scheduler.table.decoding[slot] == isinstance(state, Decoding)
+        self.check_batch([state for state in holding if isinstance(state, Decoding)])
         queued = [span.request_id for span in scheduler.queue]
         assert sorted(queued) == sorted(i for i, s in states.items() if isinstance(s, (*Queued.__args__, Prefilling)))
         waiting = [i for i, s in states.items() if isinstance(s, Queued)]
@@ -276,6 +277,16 @@ class Driver:
             assert queued == sorted(queued)
             assert all(i > s.request.id for i in waiting for s in holding if not isinstance(s, Finishing))
         assert {i for i, s in states.items() if not isinstance(s, Finishing)} == set(self.live)
+
+    def check_batch(self, decoding: list[Decoding]) -> None:
+        """What the table remembers of the slots that decode is what there is to say of them now."""
+        table, batch = self.scheduler.table, self.scheduler.table.batch()
+        left = {s.resources.slot: s.request.max_length - 1 - int(table.scheduled[s.resources.slot]) for s in decoding}
+        ready = sorted(slot for slot, steps in left.items() if steps > 0)
+        assert batch.slots.tolist() == ready
+        if ready:
+            assert batch.left == min(left[slot] for slot in ready)
+            assert batch.room == min(int(table.capacity[slot] - table.scheduled[slot]) for slot in ready)
 
     def check_prefixes(self, held: Mapping[int, int], cached: list[int]) -> None:
         """The prefix tree knows all that it should, in the right pages; a page outlives those that follow it."""

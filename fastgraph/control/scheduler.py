@@ -111,7 +111,7 @@ class Scheduler:
                 del self.states[request_id]
             case (Prefilling() | Decoding()) as running:
                 slot, incremental = running.resources.slot, running.request.incremental
-                answer, past = self.table.answer(slot), self.table.past(slot)
+                answer, past = self.table.answer(slot), self.table.past[slot]
                 self._finish(running)
                 self._release_landed()
             case _:
@@ -157,25 +157,31 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to do until a step in flight lands or a request comes."""
         draft = Draft()
-        slots = self.table.ready()
-        if (cramped := self.table.cramped(slots, self.limits.multi_step)).size:
-            self._drop_behind(cramped)
-            if not self._make_room(slots):
-                return None
-            slots = self.table.ready()
-            cramped = self._soon_cramped(slots)
-            if cramped.size:
-                draft.page_writes.append(self._grow_decoding(cramped))
-        self._prefill(self.limits.max_step_tokens - len(slots), draft)
-        if not len(slots) and not draft.spans:
+        if self.table.batch().room < self.limits.multi_step and not self._give_pages(draft):
+            return None
+        batch = self.table.batch()
+        self._prefill(self.limits.max_step_tokens - len(batch.slots), draft)
+        if not len(batch.slots) and not draft.spans:
             return None
         repeats = 1 if draft.spans or self.queue.head else self._pace.steps()
         if repeats > 1:
-            repeats = min(repeats, self.table.room(slots))
-        self.table.scheduled[slots] += repeats
+            repeats = min(repeats, batch.left, batch.room)
+        self.table.schedule(batch, repeats)
         self._planned += 1
         snapshots, self._snapshots = self._snapshots, []
-        return draft.plan(self._planned, slots, repeats, snapshots)
+        return draft.plan(self._planned, batch.slots, repeats, snapshots)
+
+    def _give_pages(self, draft: Draft) -> bool:
+        """Give pages to the decoding slots that need some for this plan. False if steps in flight must land first."""
+        slots = self.table.batch().slots
+        if (cramped := self.table.cramped(slots, self.limits.multi_step)).size:
+            self._drop_behind(cramped)
+            if not self._make_room(slots):
+                return False
+            cramped = self._soon_cramped(self.table.batch().slots)
+            if cramped.size:
+                draft.page_writes.append(self._grow_decoding(cramped))
+        return True
 
     def _make_room(self, slots: Int32) -> bool:
         """Retract requests until every decoding slot that needs a page can have one.
@@ -188,7 +194,7 @@ class Scheduler:
                 return False
             self.retract_last()
             self.forecast.missed()
-            slots = self.table.ready()
+            slots = self.table.batch().slots
         return True
 
     def retract_last(self) -> None:
@@ -200,7 +206,7 @@ class Scheduler:
         slot = self.table.last()
         state = self.states[int(self.table.request_id[slot])]
         assert isinstance(state, (Prefilling, Decoding))
-        answer, past, computed = self.table.answer(slot), self.table.past(slot), int(self.table.scheduled[slot])
+        answer, past, computed = self.table.answer(slot), self.table.past[slot], int(self.table.scheduled[slot])
         self._publish(state, self._planned)
         pages = state.resources.lease.pages[: -(-computed // self.limits.page_size)]
         self.queue.remove(state.request.id)
@@ -248,7 +254,7 @@ class Scheduler:
         held = self.table.capacity[slots] // self.limits.page_size
         first = np.cumsum(counts) - counts  # where in `pages` each slot's begin
         index = np.arange(len(pages)) + np.repeat(held - first, counts)
-        self.table.capacity[slots] += counts * self.limits.page_size
+        self.table.grow(slots, counts * self.limits.page_size)
         return np.stack([np.repeat(slots, counts), index, pages], axis=1).astype(np.int32)
 
     def _extend(self, state: Prefilling, tokens: int, draft: Draft) -> None:
@@ -284,7 +290,7 @@ class Scheduler:
                 break  # the rest of the prompt is next, and a slot has one row in a step
             budget -= tokens
             self.states[head.request_id] = decode(state)
-            self.table.decoding[slot] = True
+            self.table.begin(slot)
 
     def _chunk(self, span: Span, budget: int, pages: int) -> int:
         """How many of the span's tokens a step can take: page-aligned unless they end it."""
@@ -362,20 +368,20 @@ class Scheduler:
         self._landed = plan.number
         self._pace.took(result.seconds, 0 if plan.spans else plan.repeats)
         tokens = result.tokens.reshape(plan.repeats, -1)
-        rows = np.flatnonzero(self.table.running[plan.sampling_slots])
+        rows = self.table.running[plan.sampling_slots].nonzero()[0]
         slots = plan.sampling_slots[rows]
         taken, stopped, full = self.table.land(slots, tokens[:, rows])
         ended = stopped | full
-        told = np.flatnonzero(ended | self.table.incremental[slots])
+        told = (ended | self.table.incremental[slots]).nonzero()[0]
         outputs: list[Output] = []
         if len(told):  # in most steps there is nothing to tell, or of all that they go on
             at, nothing = slots[told], repeat(None)
-            ids, pasts = self.table.request_id[at].tolist(), self.table.pasts(at)
+            ids, pasts = self.table.request_id[at].tolist(), [self.table.past[slot] for slot in at.tolist()]
             outputs = list(map(Output, ids, tokens[:, rows[told]].T, nothing, nothing, pasts))
             # Token j of row i stands at i + j * width.
             width, first = tokens.shape[1], rows[told]
             last = first + taken[told] * width
-            for i in np.flatnonzero(ended[told] | (result.logprobs is not None)).tolist():
+            for i in (ended[told] | (result.logprobs is not None)).nonzero()[0].tolist():
                 reason: FinishReason | None = "stop" if stopped[told[i]] else "length" if full[told[i]] else None
                 outputs[i] = self._complete(outputs[i], result, slice(first[i], last[i], width), int(at[i]), reason)
         self._release_landed()

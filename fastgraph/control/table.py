@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -9,6 +10,15 @@ import numpy as np
 from fastgraph.config import MAX_STOP_IDS
 from fastgraph.control.plan import Int32, Limits
 from fastgraph.control.states import Past, Queued
+
+
+@dataclass(slots=True)
+class Batch:
+    """The slots that can decode one more token, and for how long they need not be looked at again."""
+
+    slots: Int32  # [rows], in slot order
+    left: int  # steps, until the first of them has all the tokens that it may have
+    room: int  # tokens, for which all of them have pages
 
 
 class SlotTable:
@@ -34,10 +44,11 @@ class SlotTable:
         self.running = np.zeros(rows, bool)  # tokens that land count; false once the request is finishing
         self.decoding = np.zeros(rows, bool)
         self.incremental = np.zeros(rows, bool)
-        self.admitted_at = np.zeros(rows)  # seconds of time.perf_counter()
-        self.first_token_at = np.zeros(rows)  # the same; 0 until it has landed
-        self.cached_tokens = np.zeros(rows, np.int32)  # of the prompt, found in the prefix tree at first
         self.number = np.zeros(rows)  # what the policy says of the request
+        self.past = [Past(0.0, 0.0, 0.0, 0)] * rows
+        self._batch: Batch | None = None  # the last one, while its slots and their pages stay the same
+        self._silent: set[int] = set()  # slots whose first token has not landed
+        self._stops = 0  # the most stop ids that a request has had
 
     def admit(self, slot: int, state: Queued, computed: int, shared: int) -> None:
         """`computed` tokens have their KV already, those of the first `shared` in pages of the prefix tree."""
@@ -54,18 +65,33 @@ class SlotTable:
         self.limit[slot] = request.max_length
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(request.stop_ids)] = request.stop_ids
+        self._stops = max(self._stops, len(request.stop_ids))
         self.min_tokens[slot] = request.sampling.min_tokens
         self.running[slot] = True
         self.decoding[slot] = False
         self.incremental[slot] = request.incremental
-        self.admitted_at[slot] = state.past.admitted or perf_counter()
-        self.first_token_at[slot] = state.past.first_token
-        self.cached_tokens[slot] = state.past.cached_tokens if state.past.admitted else shared
         self.number[slot] = state.past.number
+        # When a request came in and what was found of it in the prefix tree counts from the first time.
+        new = not state.past.admitted
+        self.past[slot] = state.past._replace(admitted=perf_counter(), cached_tokens=shared) if new else state.past
+        if not state.past.first_token:
+            self._silent.add(slot)
 
     def retire(self, slot: int) -> None:
         """The slot takes part in no further step; what is in flight for it will be dropped."""
         self.running[slot] = self.decoding[slot] = False
+        self._silent.discard(slot)
+        self._batch = None
+
+    def begin(self, slot: int) -> None:
+        """The slot's prompt is computed, from the next step on it decodes."""
+        self.decoding[slot] = True
+        self._batch = None
+
+    def grow(self, slots: Int32, tokens: Int32) -> None:
+        """The slots have pages for so many more tokens."""
+        self.capacity[slots] += tokens
+        self._batch = None
 
     def answer(self, slot: int) -> Int32:
         """The tokens generated so far, as a copy: [generated]."""
@@ -78,32 +104,32 @@ class SlotTable:
         written: Int32 = self.tokens[slot, : min(self.known[slot], self.scheduled[slot])]
         return written
 
-    def pasts(self, slots: Int32) -> list[Past]:
-        columns = (self.number, self.admitted_at, self.first_token_at, self.cached_tokens)  # in the order of Past
-        return list(map(Past, *(column[slots].tolist() for column in columns)))
-
-    def past(self, slot: int) -> Past:
-        return self.pasts(np.array([slot], np.int32))[0]
-
     def last(self) -> int:
         """The running slot whose request is last in the policy's order."""
         running = np.flatnonzero(self.running)
         return int(running[np.lexsort((self.request_id[running], self.number[running]))[-1]])
 
-    def ready(self) -> Int32:
-        """Slots that can decode one more token, in slot order: [rows]."""
-        # The token sampled after position `scheduled` is number scheduled + 2 of the sequence.
-        ready: Int32 = np.flatnonzero(self.decoding & (self.scheduled + 2 <= self.limit)).astype(np.int32)
-        return ready
+    def batch(self) -> Batch:
+        if self._batch is None or self._batch.left < 1:
+            slots: Int32 = self.decoding.nonzero()[0].astype(np.int32)
+            # The token sampled after position `scheduled` is number scheduled + 2 of the sequence.
+            left = self.limit[slots] - 1 - self.scheduled[slots]
+            slots, left = slots[left >= 1], left[left >= 1]
+            most = len(self.tokens[0])
+            room = (self.capacity[slots] - self.scheduled[slots]).min(initial=most)
+            self._batch = Batch(slots, int(left.min(initial=most)), int(room))
+        return self._batch
+
+    def schedule(self, batch: Batch, steps: int) -> None:
+        """So many steps of the batch are submitted."""
+        self.scheduled[batch.slots] += steps
+        batch.left -= steps
+        batch.room -= steps
 
     def cramped(self, slots: Int32, tokens: int = 1) -> Int32:
         """Those of `slots` whose pages have no room for the KV of the next tokens that they may have: [rows]."""
         cramped: Int32 = slots[np.minimum(self.scheduled[slots] + tokens, self.limit[slots] - 1) > self.capacity[slots]]
         return cramped
-
-    def room(self, slots: Int32) -> int:
-        """How many tokens each of `slots` can decode in the pages it has, before its answer is as long as it may be."""
-        return int((np.minimum(self.limit[slots] - 1, self.capacity[slots]) - self.scheduled[slots]).min())
 
     def land(self, slots: Int32, tokens: Int32) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Record the sampled tokens of each slot: [steps, rows].
@@ -111,17 +137,20 @@ class SlotTable:
         Returns how many of them are part of its answer, [rows], and two masks [rows]: ended by a stop id, which is no
         part of it, and ended by length.
         """
+        if self._silent:
+            now, begun = perf_counter(), self._silent.intersection(slots.tolist())
+            for slot in begun:
+                self.past[slot] = self.past[slot]._replace(first_token=now)
+            self._silent -= begun
         known = self.known[slots]
         step = np.arange(len(tokens))[:, None]
-        generated = known - self.prompt[slots]
-        if not generated.all():
-            self.first_token_at[slots[generated == 0]] = perf_counter()
         taken, stopped = np.full(len(slots), len(tokens)), np.zeros(len(slots), bool)
-        stops = self.stop_ids[slots] == tokens[..., None]  # [steps, rows, stop ids]
+        stops = self.stop_ids[slots, : self._stops] == tokens[..., None]  # [steps, rows, stop ids]
         if stops.any():  # seldom
-            stops = stops.any(-1) & (generated + step >= self.min_tokens[slots])
+            stops = stops.any(-1) & (known - self.prompt[slots] + step >= self.min_tokens[slots])
             stopped = stops.any(0)
             taken = np.where(stopped, stops.argmax(0), len(tokens))
         self.tokens[slots, known + step] = tokens
-        self.known[slots] = known + taken
-        return taken, stopped, ~stopped & (known + taken >= self.limit[slots])
+        known += taken
+        self.known[slots] = known
+        return taken, stopped, ~stopped & (known >= self.limit[slots])
