@@ -44,7 +44,6 @@ class SlotTable:
         self.running = np.zeros(rows, bool)  # tokens that land count; false once the request is finishing
         self.decoding = np.zeros(rows, bool)
         self.incremental = np.zeros(rows, bool)
-        self.number = np.zeros(rows)  # what the policy says of the request
         self.past = [Past(0.0, 0.0, 0.0, 0)] * rows
         self._batch: Batch | None = None  # the last one, while its slots and their pages stay the same
         self._silent: set[int] = set()  # slots whose first token has not landed
@@ -70,7 +69,6 @@ class SlotTable:
         self.running[slot] = True
         self.decoding[slot] = False
         self.incremental[slot] = request.incremental
-        self.number[slot] = state.past.number
         # When a request came in and what was found of it in the prefix tree counts from the first time.
         new = not state.past.admitted
         self.past[slot] = state.past._replace(admitted=perf_counter(), cached_tokens=shared) if new else state.past
@@ -106,10 +104,11 @@ class SlotTable:
 
     def last(self) -> int:
         """The running slot whose request is last in the policy's order."""
-        running = np.flatnonzero(self.running)
-        return int(running[np.lexsort((self.request_id[running], self.number[running]))[-1]])
+        running = self.running.nonzero()[0].tolist()
+        return int(max(running, key=lambda slot: (self.past[slot].number, self.request_id[slot])))
 
     def batch(self) -> Batch:
+        """The decoding slots as they are now. The same object, until some come, go or get pages."""
         if self._batch is None or self._batch.left < 1:
             slots: Int32 = self.decoding.nonzero()[0].astype(np.int32)
             # The token sampled after position `scheduled` is number scheduled + 2 of the sequence.
