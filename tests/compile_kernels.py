@@ -77,6 +77,7 @@ def main() -> None:
     norm.rms_norm(x, wide, 1e-6, x.clone())
     for rows in (1, 9, 300):
         linear.linear(x[:1].expand(rows, -1).contiguous(), x.new_zeros(512, 1024), gated=True, activation="gelu")
+    linear.linear(x.new_empty(9, 4096), x.new_empty(4096, 4096))  # the deepest tiles
     for count, top_k in ((128, 8), (8, 2)):
         routing.route(x[:, :count].contiguous(), top_k, True)
 

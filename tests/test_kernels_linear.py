@@ -73,7 +73,8 @@ def test_every_plan_covers_its_weight() -> None:
         tile = linears.tile_plan(rows, n, k, gated, 132, most)
         shared = tile.stages * 2 * tile.depth * (tile.rows + tile.outputs * (2 if gated else 1))
         assert 16 <= tile.rows <= 256
-        assert tile.stages >= 2
+        assert tile.stages >= 3  # before a Hopper one of them is no buffer
+        assert shared > most / 2
         assert tile.depth >= 32
         assert shared <= most * 7 / 8
         assert tile.splits == 1 or not gated

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fastgraph.device.executor import _orders
 from fastgraph.device.ladder import CaptureLadder, rungs
 
 
@@ -24,6 +25,15 @@ from fastgraph.device.ladder import CaptureLadder, rungs
 )
 def test_rungs_begin_at_one_widen_with_the_size_and_end_at_the_top(top: int, sizes: list[int]) -> None:
     assert rungs(top) == sizes
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 12, 64, 65, 100, 257, 1024])
+def test_a_decode_step_of_every_order_of_size_runs_before_the_engine_serves(slots: int) -> None:
+    """Kernels are built for a power of two of rows: none is built in a step that serves."""
+    for captured in range(slots + 1):
+        run = (rungs(captured) if captured else []) + [size for size in _orders(slots) if size > captured]
+        orders = {(size - 1).bit_length() for size in run}
+        assert orders == {(rows - 1).bit_length() for rows in range(1, slots + 1)}
 
 
 class Recorder:

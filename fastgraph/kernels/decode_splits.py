@@ -1,7 +1,7 @@
 """How the contexts of a decode step are cut into splits, on the device and once for all layers.
 
-Long rows are cut so that none keeps the others waiting, and few rows so that they fill the machine. Of many splits the
-long ones come first.
+Long rows are cut so that none keeps the others waiting, and few rows so that they fill the machine. Of many rows the
+long splits come first.
 """
 
 from __future__ import annotations

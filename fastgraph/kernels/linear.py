@@ -226,7 +226,7 @@ def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int, shar
     if height == 16 and not gated and k >= 2048 * splits:
         depth = 256
     room, line = shared * 7 // 8, 2 * (height + outputs * (2 if gated else 1))  # bytes; of an input's share of a stage
-    while 2 * depth * line > room and depth > 16:
+    while 3 * depth * line > room and depth > 16:
         depth //= 2
     warps = 8 if height > 128 or outputs > 64 else 4
     stages = max(shared // 2 // (depth * line) + 1, 5)
