@@ -271,6 +271,7 @@ def test_memory_of_captured_graphs_is_a_kind_of_its_own(llm: fastgraph.LLM, monk
     known = memory.by_kind(TINY, llm.limits, machine, torch.float32, torch.device("cpu"))
     tensors = known["weights"] + known["kv"] + 300
     segments = [segment(0, (0, 0), tensors + 50, tensors), segment(0, (0, 7), 1000, 20), segment(1, (0, 8), 9, 9)]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10_000, 2 * tensors))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: tensors + 20)

@@ -30,7 +30,8 @@ def by_kind(
         free, total = torch.cuda.mem_get_info(device)
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        own = [s for s in segments if s["device"] == (device.index or 0) and tuple(s["segment_pool_id"]) != (0, 0)]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        own = [s for s in segments if s["device"] == index and tuple(s["segment_pool_id"]) != (0, 0)]
         graphs, alive = (sum(s[size] for s in own) for size in ("total_size", "allocated_size"))
         found |= {"other": allocated - alive - weights - kv, "graphs": graphs}
         found |= {"reserved": reserved - graphs - (allocated - alive)}

@@ -74,15 +74,18 @@ def spare_splits(rows: int, plan: SplitPlan) -> int:
 
 
 @triton.jit
-def _cut(context, longest, most, BLOCK: tl.constexpr):
-    """How many tokens a split of each row has, and how many splits a row: even ones, of about `longest` at most."""
-    parts = tl.maximum(tl.cdiv(context, tl.maximum(tl.cdiv(context, most), longest)), 1)
+def _cut(context, longest, of_row, BLOCK: tl.constexpr):
+    """How many tokens a split of each row has, and how many splits a row: even ones, of about `longest` at most.
+
+    of_row: the most splits that a row may have.
+    """
+    parts = tl.maximum(tl.cdiv(context, tl.maximum(tl.cdiv(context, of_row), longest)), 1)
     per = tl.maximum(tl.cdiv(tl.cdiv(context, parts), BLOCK) * BLOCK, BLOCK)
     return per, tl.maximum(tl.cdiv(context, per), 1)
 
 
 @triton.jit
-def _fitting(context, mine, total, live, splits, floor, most, BLOCK: tl.constexpr):
+def _fitting(context, mine, total, live, splits, floor, of_row, BLOCK: tl.constexpr):
     """The shortest bound of a split's length, of sixteen, with which there are no more than so many splits > live.
 
     It is total / splits if every split is as long as that, and total / (splits - live) is enough in any case.
@@ -91,7 +94,7 @@ def _fitting(context, mine, total, live, splits, floor, most, BLOCK: tl.constexp
     for _ in range(4):
         middle = (low + high) // 2
         longest = tl.maximum(tl.cdiv(total, splits - live * middle // 15), floor)
-        _, count = _cut(context, longest, most, BLOCK)
+        _, count = _cut(context, longest, of_row, BLOCK)
         fits = tl.sum(tl.where(mine, count, 0)) <= splits
         high = tl.where(fits, middle, high)
         low = tl.where(fits, low, middle)
@@ -134,7 +137,7 @@ def _lay_out(
         longest = floor
     else:
         longest = _fitting(context, mine, total, live, wave, floor, _MOST * least, BLOCK)
-        if (live > wave // 4) & (total // longest * 4 < 3 * wave):
+        if (live > wave // 4) & (total // longest * 4 < 3 * wave):  # as in `most_splits`
             half = _fitting(context, mine, total, live, 2 * wave, floor, _MOST * least, BLOCK)
             longest = tl.where(2 * half <= longest + BLOCK, half, longest)
     per, count = _cut(context, longest, _MOST * least, BLOCK)

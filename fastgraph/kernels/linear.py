@@ -206,7 +206,7 @@ def most_tiled_rows(n: int, k: int, gated: bool) -> int:
 @cache
 def tile_plan(rows: int, n: int, k: int, gated: bool, multiprocessors: int, shared: int) -> TilePlan:
     """Tiles of 64 outputs, or of 128 in large gated layers of many rows. The inputs are split where there are few tiles
-    and much to read for each.
+    and much to read for each, and read 64, 128 or 256 at a time.
 
     shared: bytes that a program may have; what it does not keep for other things holds the stages. They take more than
     half of it: programs begin while the kernel before theirs still runs, and two to a multiprocessor would crowd on the
