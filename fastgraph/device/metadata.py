@@ -62,8 +62,10 @@ class StepMetadata:
         """
         assert len(slots) == actual_bs <= bs
         assert for_graph_replay or bs == actual_bs
-        if self._refreshed is not None and self._refreshed[0] == bs and np.array_equal(self._refreshed[1], slots):
-            return self._refreshed[2]  # the same batch as in the last decode step: everything stands there
+        if self._refreshed is not None and self._refreshed[0] == bs:
+            before = self._refreshed[1]
+            if before is slots or np.array_equal(before, slots):
+                return self._refreshed[2]  # the same batch as in the last decode step: everything stands there
         padded = np.full(bs, NULL_SLOT, np.int32)
         padded[:actual_bs] = slots
         inputs = StepInputs(*(buffer[:bs] for buffer in self._decode))._replace(
