@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -58,6 +57,8 @@ class EngineConfig:
     trace: Annotated[str | None, "Write the scheduler's decisions to this file, for `fastgraph replay`."] = None
 
     def __post_init__(self) -> None:
+        if self.model == "":
+            raise ConfigError("model is empty: name a folder, a .gguf file or a hub id, or leave it out")
         choices = {"device": Device, "dtype": DType, "compile": CompileMode, "load_format": LoadFormat}
         for name, literal in choices.items():
             value, allowed = getattr(self, name), get_args(literal)
@@ -68,9 +69,11 @@ class EngineConfig:
         for name, (kind, wanted) in (texts | switches).items():
             if not isinstance(value := getattr(self, name), kind):
                 raise ConfigError(f"{name} must be {wanted}, not {value!r}")
-        positive = ("max_model_len", "max_decode_bs", "max_step_tokens", "page_size", "kv_pages", "multi_step")
-        for name in (*positive, "max_capture_bs", "max_capture_tokens", "in_flight_depth"):
-            value, least = getattr(self, name), 1 if name in positive else 0
+        positive = ("max_decode_bs", "max_step_tokens", "page_size", "kv_pages", "multi_step")
+        least_of = dict.fromkeys(("max_capture_bs", "max_capture_tokens", "in_flight_depth"), 0)
+        least_of |= dict.fromkeys(positive, 1) | {"max_model_len": 2}  # a token of the prompt and one of the answer
+        for name, least in least_of.items():
+            value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < least):
                 raise ConfigError(f"{name} must be a whole number from {least} up, not {value!r}")
         if self.host_kv_gb is not None and (not _is_real(self.host_kv_gb) or self.host_kv_gb < 0):
@@ -186,8 +189,8 @@ def _is_int(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    # The device keeps numbers in float32.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value) and abs(value) < 3e38
+    # The device keeps numbers in float32. (No NaN is below anything.)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 3e38
 
 
 def _whole(params: SamplingParams, name: str, low: int) -> None:

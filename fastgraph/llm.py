@@ -203,10 +203,10 @@ class LLM:
 
     def abort(self, request: Stream | int | None = None) -> None:
         """End a request (a `Stream`, or its `request_id`), or all of them. What came of it is its answer."""
-        if request is None:
-            self.engine.abort(None)
-        else:
-            self.engine.abort([request.request_id if isinstance(request, Stream) else request])
+        number = request.request_id if isinstance(request, Stream) else request
+        if number is not None and not isinstance(number, (int, np.integer)):
+            raise RequestError(f"abort takes a Stream or its request_id, or nothing for all of them, not {number!r}")
+        self.engine.abort(None if number is None else [int(number)])
 
     def stats(self) -> dict[str, int]:
         """Pages, requests and counters, as of now. Pages and requests are counted, `*_tokens` are tokens."""
@@ -236,7 +236,9 @@ class LLM:
     def _all_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids of each prompt. Texts are tokenised together, which is faster."""
         # An empty list of ids is a prompt where it cannot be an empty list of prompts.
-        if not isinstance(prompts, Sequence) or not all(_is_prompt(prompt) or prompt == [] for prompt in prompts):
+        if not isinstance(prompts, Sequence) or not all(
+            _is_prompt(prompt) or (isinstance(prompt, list) and not prompt) for prompt in prompts
+        ):
             raise RequestError("a prompt is a text or a list of token ids; `chat` and `stream` take messages")
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self._text_tokenizer.encode_batch(texts) if texts else ())

@@ -174,6 +174,7 @@ def test_vocabulary_padding_is_never_sampled(reference: tuple[Any, Path]) -> Non
     [
         ({"max_model_len": 4096}, "above what the model was made for, 128"),
         ({"max_step_tokens": 9}, "at least max_decode_bs \\+ page_size = 10"),
+        ({"host_kv_gb": 1e10}, "host_kv_gb 1e\\+10 is more than this machine has"),
         ({"max_capture_bs": 7}, "CUDA graphs, and this is a CPU"),
         ({"max_capture_tokens": 7}, "CUDA graphs, and this is a CPU"),
     ],
@@ -272,6 +273,16 @@ def test_a_slots_new_tenant_finds_nothing_of_the_last_one() -> None:
     # And the null slot stays as it was made.
     assert slots.state.lengths[NULL_SLOT] == 0
     assert not slots.state.page_table[NULL_SLOT].any()
+
+
+def test_numbers_that_no_column_holds_mean_the_nearest_that_it_does(reference: tuple[Any, Path]) -> None:
+    device = build(reference[1], compile="off")
+    alone = serve(device, [[1, 2, 3]], 4, temperature=1.0, top_k=1)
+    assert serve(device, [[1, 2, 3]], 4, temperature=1.0, top_p=1e-60) == alone  # 0 in float32
+    slots = Slots(LIMITS, 100, CPU)
+    admission = Admission(2, SamplingParams(min_tokens=2**40), 1, (), np.ones(1, np.int32), np.empty(0, np.int32), 0)
+    slots.apply(StepPlan(1, (admission,), np.empty((0, 3), np.int32), *_nothing()))
+    assert slots.state.sampler.min_tokens[2] == 2**31 - 1
 
 
 def _nothing() -> tuple[np.ndarray, tuple[()]]:

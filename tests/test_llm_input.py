@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from loading_helpers import train_sentencepiece, write_llama
@@ -50,6 +51,9 @@ def llm(load_tiny: Callable[..., fastgraph.LLM]) -> Iterator[fastgraph.LLM]:
     [
         ("x", {"temprature": 1}, "unknown sampling parameter temprature; known are: .*temperature"),
         ("x", {"temperature": -1}, "temperature must be a number from 0, not -1"),
+        ("x", {"temperature": 10**400}, "temperature must be a number from 0, not 1000"),
+        ("x", {"temperature": float("nan")}, "temperature must be a number from 0, not nan"),
+        ("x", {"presence_penalty": float("-inf")}, "presence_penalty must be a number, not -inf"),
         ("x", {"max_tokens": 0}, "max_tokens must be a whole number of 1 or more, not 0"),
         ("x", {"max_tokens": 64}, "max_model_len is 64"),
         ([5] * 64, {}, "the prompt has 64 tokens; with max_model_len 64 it may have 63 at most"),
@@ -64,6 +68,7 @@ def llm(load_tiny: Callable[..., fastgraph.LLM]) -> Iterator[fastgraph.LLM]:
         ("x", {"logit_bias": [1]}, "logit_bias maps token ids to numbers"),
         ("x", {"top_logprobs": 2}, "top_logprobs needs logprobs=True"),
         (b"bytes", {}, "a prompt is a text or a list of token ids"),
+        ([np.array([1, 2])], {}, "a prompt is a text or a list of token ids"),
         (["a", None], {}, "a prompt is a text or a list of token ids"),
         ([1.5], {}, "a prompt is a text or a list of token ids"),
         (7, {}, "a prompt is a text or a list of token ids"),
@@ -88,6 +93,13 @@ def test_a_refused_prompt_leaves_nothing_behind_and_a_stream_is_one_answer(llm: 
     assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
 
 
+def test_what_is_no_request_cannot_be_aborted(llm: fastgraph.LLM) -> None:
+    for wrong in ([1], "1", 1.5):
+        with pytest.raises(RequestError, match="abort takes a Stream or its request_id"):
+            llm.abort(wrong)  # type: ignore[arg-type]
+    llm.abort(np.int64(10**9))  # type: ignore[arg-type]
+
+
 def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match=r"unknown option max_len; known are: .*max_model_len"):
         fastgraph.load_model(max_len=5)
@@ -95,6 +107,10 @@ def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() 
         fastgraph.load_model(dtype="int3")
     with pytest.raises(ConfigError, match="kv_pages must be a whole number from 1 up"):
         fastgraph.load_model(kv_pages=0)
+    with pytest.raises(ConfigError, match="max_model_len must be a whole number from 2 up, not 1"):
+        fastgraph.load_model(max_model_len=1)
+    with pytest.raises(ConfigError, match="model is empty: name a folder"):
+        fastgraph.load_model("")
     with pytest.raises(ConfigError, match="chat_template must be text, not PosixPath"):
         fastgraph.load_model(chat_template=Path("template.jinja"))
     with pytest.raises(ConfigError, match="a policy is a function of a request, and not 3"):

@@ -212,6 +212,8 @@ def _fit_pages(config: EngineConfig, limits: Limits, taken: int, page_bytes: int
     max_model_len = min(limits.max_model_len, pages * limits.page_size + 1)
     if max_model_len < 2:
         raise ConfigError("there is no memory left for keys and values: ask for a smaller model or dtype, or kv_pages")
+    if config.host_kv_gb is not None and config.host_kv_gb * 1e9 > _host_memory():
+        raise ConfigError(f"host_kv_gb {config.host_kv_gb:g} is more than this machine has, {_host_memory() / 1e9:.0f}")
     host_gb = HOST_KV_GB[device.type] if config.host_kv_gb is None else config.host_kv_gb
     return replace(limits, pages=pages, max_model_len=max_model_len, host_pages=int(host_gb * 1e9) // page_bytes)
 

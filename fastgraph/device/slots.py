@@ -155,13 +155,14 @@ def _pack(admission: Admission) -> Int32:
     """A slot's column of the field matrix."""
     assert admission.slot != NULL_SLOT
     s = admission.sampling
-    floats = (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+    top_p = max(s.top_p, float(np.finfo(np.float32).tiny))  # or float32 could make 0 of it, which keeps no token
+    floats = (s.temperature, top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
     low, high = admission.seed & 0xFFFFFFFF, admission.seed >> 32
     ints = (
         admission.computed,  # length
         len(admission.prompt),
         len(admission.answer),
-        s.min_tokens,
+        min(s.min_tokens, 2**31 - 1),
         s.top_logprobs if s.logprobs else -1,
         min(s.top_k, 2**31 - 1),
         low - 2**32 if low >= 2**31 else low,
