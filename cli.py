@@ -284,6 +284,10 @@ def serve(
 
 
 def main() -> None:
+    # What the caller has closed Python leaves out, and the next file that is opened would take its place.
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 - for as long as the process
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a letter must not end an answer

@@ -220,6 +220,25 @@ def test_help_needs_no_torch() -> None:
     assert b"--temperature" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("closed", "told"), [("<&-", "told "), (">&-", ""), ("2>&-", "told all"), ("<&- >&- 2>&-", "")]
+)
+def test_a_stream_that_the_caller_has_closed_is_an_empty_one(closed: str, told: str) -> None:
+    code = (
+        "import sys; from fastgraph import cli, terminal\n"
+        "def app():\n"
+        "    with terminal.silent_keyboard():\n"
+        "        terminal.write('told ' + terminal.piped_text())\n"
+        "    sys.stderr.isatty()\n"
+        "cli.app = app; cli.main()"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, input="all", capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
+
+
 def test_a_missing_model_is_one_line_on_stderr_and_nothing_on_stdout() -> None:
     command = [sys.executable, "-m", "fastgraph.cli", "generate", "x", "-m", "./nowhere"]
     done = subprocess.run(
