@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from fastgraph.control.plan import Int32, Limits
 from fastgraph.control.states import Past, Queued
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(NamedTuple):
     """The slots that can decode one more token, and for how long they need not be looked at again."""
 
     slots: Int32  # [rows], in slot order
@@ -108,7 +107,7 @@ class SlotTable:
         return int(max(running, key=lambda slot: (self.past[slot].number, self.request_id[slot])))
 
     def batch(self) -> Batch:
-        """The decoding slots as they are now. The same object, until some come, go or get pages."""
+        """The decoding slots as they are now. The same array, until some come, go or get pages."""
         if self._batch is None or self._batch.left < 1:
             slots: Int32 = self.decoding.nonzero()[0].astype(np.int32)
             # The token sampled after position `scheduled` is number scheduled + 2 of the sequence.
@@ -122,8 +121,8 @@ class SlotTable:
     def schedule(self, batch: Batch, steps: int) -> None:
         """So many steps of the batch are submitted."""
         self.scheduled[batch.slots] += steps
-        batch.left -= steps
-        batch.room -= steps
+        if batch is self._batch:
+            self._batch = Batch(batch.slots, batch.left - steps, batch.room - steps)
 
     def cramped(self, slots: Int32, tokens: int = 1) -> Int32:
         """Those of `slots` whose pages have no room for the KV of the next tokens that they may have: [rows]."""
