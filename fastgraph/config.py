@@ -20,6 +20,7 @@ LoadFormat = Literal["auto", "dummy"]
 MAX_STOP_IDS = 32
 MAX_LOGIT_BIAS = 512
 MAX_LOGPROBS = 20
+MAX_IN_FLIGHT = 64  # steps: each has a buffer of its own for what comes back
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < least):
                 raise ConfigError(f"{name} must be a whole number from {least} up, not {value!r}")
+        if self.in_flight_depth is not None and self.in_flight_depth > MAX_IN_FLIGHT:
+            raise ConfigError(f"in_flight_depth must be {MAX_IN_FLIGHT} at most, not {self.in_flight_depth}")
         if self.host_kv_gb is not None and (not _is_real(self.host_kv_gb) or self.host_kv_gb < 0):
             raise ConfigError(f"host_kv_gb must be a number from 0 up, not {self.host_kv_gb!r}")
         if not isinstance(self.kernels, Mapping) or not all(

@@ -109,6 +109,8 @@ def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() 
         fastgraph.load_model(kv_pages=0)
     with pytest.raises(ConfigError, match="max_model_len must be a whole number from 2 up, not 1"):
         fastgraph.load_model(max_model_len=1)
+    with pytest.raises(ConfigError, match="in_flight_depth must be 64 at most, not 65"):
+        fastgraph.load_model(in_flight_depth=65)
     with pytest.raises(ConfigError, match="model is empty: name a folder"):
         fastgraph.load_model("")
     with pytest.raises(ConfigError, match="chat_template must be text, not PosixPath"):

@@ -228,6 +228,16 @@ def test_what_stands_before_a_cut_is_replayed(tmp_path: Path) -> None:
     assert found.steps > 10
 
 
+def test_a_trace_that_stops_before_its_engine_ended_is_not_whole(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    record(path, depth=0)
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert lines[-1].startswith(b'{"end"')
+    path.write_bytes(b"".join(lines[:-1]))
+    found = replay(str(path))
+    assert (found.whole, found.difference) == (False, None)
+
+
 # --- while it is written ---
 
 

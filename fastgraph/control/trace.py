@@ -98,7 +98,7 @@ class Replay:
     requests: int
     aborts: int
     steps: int
-    whole: bool  # false: the log ends in the midst of a line
+    whole: bool  # false: the log stops before its engine ended, perhaps in the midst of a line
     difference: str | None  # the first, in words: its line, its step, the field, and both values
 
 
@@ -111,10 +111,9 @@ def replay(
     line, for a file that is no log.
     """
     counts = {"submit": 0, "abort": 0, "plan": 0}
-    rerun, whole, difference = None, True, None
+    rerun, kind, difference = None, "", None
     for number, line, share in _lines(path):
-        whole = number == 1 or line.endswith(b"\n")
-        if not whole:
+        if number > 1 and not line.endswith(b"\n"):
             break
         try:
             kind, value = _read(line, first=number == 1)
@@ -130,7 +129,7 @@ def replay(
         if kind in counts and value is not None:
             counts[kind] += 1
         tell(share)
-    return Replay(counts["submit"], counts["abort"], counts["plan"], whole, difference)
+    return Replay(counts["submit"], counts["abort"], counts["plan"], kind == "end", difference)
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes, float]]:
