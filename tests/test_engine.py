@@ -262,16 +262,17 @@ def test_stats_are_of_now_while_requests_run() -> None:
 
 def test_a_policy_that_fails_or_gives_no_number_harms_the_request_it_was_asked_about_alone() -> None:
     def policy(request: Request) -> float:
-        return {1: 0.0, 2: float("nan")}[int(request.prompt[0])]
+        return {1: 0.0, 2: float("nan"), 4: None}[int(request.prompt[0])]  # type: ignore[return-value]
 
     device = SimulatedDevice(LIMITS)
     engine = Engine(lambda: device, 0, policy)
     try:
-        asks = [Ask([first, 5, 6], SamplingParams(max_tokens=8), 0, ()) for first in (1, 2, 3, 1)]
+        asks = [Ask([first, 5, 6], SamplingParams(max_tokens=8), 0, ()) for first in (1, 2, 3, 1, 4)]
         tickets = engine.submit_all(asks)
         assert [outcome(tickets[i]) for i in (0, 3)] == [expected(tickets[i]) for i in (0, 3)]
-        with pytest.raises(RequestError, match="not given this request a number"):
-            tickets[1].future.result(PATIENCE)
+        for ticket, given in ((tickets[1], "nan"), (tickets[4], "None")):
+            with pytest.raises(RequestError, match=f"not given this request a number, but {given}"):
+                ticket.future.result(PATIENCE)
         with pytest.raises(KeyError):
             tickets[2].future.result(PATIENCE)
         assert baseline(engine)

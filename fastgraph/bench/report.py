@@ -120,7 +120,8 @@ def show(found: Mapping[str, Any], console: Console) -> None:
     else:
         for row in found["rows"]:
             _show_load(row, console)
-    console.print(f"Median, least and most of {options['repeats']} repeats.")
+    repeats = options["repeats"]
+    console.print(f"Median, least and most of {repeats} repeats." if repeats > 1 else "Of one repeat.")
     formulas = {"latency": FORMULA, "throughput": LIMIT_FORMULA}
     if found["bench"] in formulas:
         console.print(

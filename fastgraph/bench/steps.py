@@ -197,9 +197,9 @@ def check(
     if unknown := sorted(set(arms) - set(ARMS[device.type])):
         here = f"take of {', '.join(ARMS[device.type])}"
         raise ConfigError(f"there is no arm {', '.join(unknown)} on a {device.type}: {here}")
-    for option, span in _spans(_rooms(config, device, batches, repeats), contexts, prefills).items():
+    for what, span in _spans(_rooms(config, device, batches, repeats), contexts, prefills).items():
         if span > positions:
-            raise ConfigError(f"{option} takes {span} tokens to measure, and the model was made for {positions}")
+            raise ConfigError(f"{what} takes {span} tokens to measure, and the model was made for {positions}")
 
 
 def _decode_rows(
@@ -249,9 +249,12 @@ def _rooms(config: EngineConfig, device: torch.device, batches: Sequence[int], r
 
 
 def _spans(room: Mapping[int, int], contexts: Sequence[int], prefills: Sequence[int]) -> dict[str, int]:
-    """Tokens that the requests of each measurement span, by the option that asks for it."""
-    spans = {f"--context {context}": context + max(room.values()) for context in contexts}
-    return spans | {f"--prefill {tokens}": tokens + 2 for tokens in prefills}
+    """Tokens that the requests of each measurement span, by what asks for it."""
+    spans = {
+        f"a context of {context} (--context, or else of --n-in and --n-out)": context + max(room.values())
+        for context in contexts
+    }
+    return spans | {f"a prompt of {tokens} (--prefill, or else --n-in)": tokens + 2 for tokens in prefills}
 
 
 def _pages(page: int, room: Mapping[int, int], contexts: Sequence[int], prefills: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import replace
 from itertools import repeat
 from math import isnan
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -94,11 +95,11 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises `RequestError` if it could never run."""
         check(request, self.limits)
-        number = float(self.policy(request))
-        if isnan(number):
-            raise RequestError("the policy has not given this request a number")
+        number = self.policy(request)
+        if not isinstance(number, Real) or isnan(number):
+            raise RequestError(f"the policy has not given this request a number, but {number!r}")
         self._pace.came()
-        self._enqueue(Waiting(request, np.empty(0, np.int32), Past(number, 0.0, 0.0, 0)), 0)
+        self._enqueue(Waiting(request, np.empty(0, np.int32), Past(float(number), 0.0, 0.0, 0)), 0)
 
     def abort(self, request_id: int) -> Output | None:
         """End a request now, wherever it is; its tokens so far come back. None if it has ended already."""
