@@ -19,6 +19,7 @@ from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.states import Request
 
 T = TypeVar("T")
+WARM = 60  # plans that do not count
 STEP = 0.004  # seconds that a step is said to take: eight of them go out together
 
 
@@ -31,17 +32,19 @@ def plans(requests: int, incremental: bool, wait: float, count: int = 100) -> tu
         sampling = SamplingParams(ignore_eos=not incremental)
         scheduler.submit(Request(number, prompt, sampling, 0, stops, 3900, incremental))
     planned, landed = [], []
-    for number in range(60 + count):
-        seconds, plan = timed(scheduler.plan, wait if number >= 60 else 0.0)
+    for number in range(WARM + count):
+        pause = wait if number >= WARM else 0.0
+        seconds, plan = timed(scheduler.plan, pause)
         assert plan is not None
         tokens = np.ones(plan.repeats * len(plan.sampling_slots), np.int32)
         planned.append(seconds)
         landing = partial(scheduler.land, plan, StepResult(tokens, None, STEP * plan.repeats))
-        landed.append(timed(landing, wait if number >= 60 else 0.0)[0])
-    return median(planned[60:]), median(landed[60:])
+        landed.append(timed(landing, pause)[0])
+    return median(planned[WARM:]), median(landed[WARM:])
 
 
 def timed(work: Callable[[], T], wait: float) -> tuple[float, T]:
+    """Seconds of the work, begun after the wait, and what it gave."""
     until = perf_counter() + wait
     while perf_counter() < until:
         pass

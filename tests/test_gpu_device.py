@@ -28,6 +28,7 @@ from fastgraph.loading.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.gpu
 
+Answer = Callable[[list[list[int]]], list[list[int]]]  # prompts -> the new tokens of each
 EAGER: dict[str, Any] = {"compile": "off", "max_capture_bs": 0}
 
 
@@ -224,14 +225,14 @@ def texts(count: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[dict[str, Callable[[list[list[int]]], list[list[int]]]]]:
+def real() -> Iterator[dict[str, Answer]]:
     """64 tokens of SmolLM2 in bfloat16: captured up to 7 rows; its steps eager; and eager with the plain PyTorch of
     every op. Each engine has a thread of its own, for its kernels serve the thread that built it last."""
     options: dict[str, Any] = {"dtype": "bfloat16", "max_decode_bs": 12}
     plain = dict.fromkeys(registry.OPS, "reference")
     arms = {"captured": {"max_capture_bs": 7}, "eager": EAGER, "plain": {**EAGER, "kernels": plain}}
     with ExitStack() as stack:
-        found: dict[str, Callable[[list[list[int]]], list[list[int]]]] = {}
+        found: dict[str, Answer] = {}
         for name, arm in arms.items():
             thread = stack.enter_context(ThreadPoolExecutor(1))
             device = thread.submit(build, None, **options, **arm).result()
@@ -254,7 +255,7 @@ def independent() -> transformers.PreTrainedModel:
 @pytest.mark.filterwarnings("ignore:.*decode at once")
 @pytest.mark.parametrize("rows", [1, 7, 12])
 def test_a_real_model_in_bfloat16_gives_the_tokens_of_eager_steps(
-    real: dict[str, Callable[[list[list[int]]], list[list[int]]]], independent: transformers.PreTrainedModel, rows: int
+    real: dict[str, Answer], independent: transformers.PreTrainedModel, rows: int
 ) -> None:
     """Captured at 1 and 7, above the ladder at 12. Of plain PyTorch too, but where two tokens are close in float32."""
     got = real["captured"](texts(rows))

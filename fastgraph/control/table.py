@@ -43,7 +43,7 @@ class SlotTable:
         self.running = np.zeros(rows, bool)  # tokens that land count; false once the request is finishing
         self.decoding = np.zeros(rows, bool)
         self.incremental = np.zeros(rows, bool)
-        self.past = [Past(0.0, 0.0, 0.0, 0)] * rows
+        self.past = [Past(0.0, 0.0, 0.0, 0)] * rows  # of the slot's request
         self._batch: Batch | None = None  # the last one, while its slots and their pages stay the same
         self._silent: set[int] = set()  # slots whose first token has not landed
         self._stops = 0  # the most stop ids that a request has had
