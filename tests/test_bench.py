@@ -266,11 +266,17 @@ def test_steps_are_measured_in_every_arm_and_prompts_may_be_longer_than_contexts
     options = ("--batch", "1,3", "--n-in", 8, "--n-out", 4, "--context", "40,100", "--prefill", "9,200", "--repeats", 2)
     found = run("latency", "--model", tiny, "--load-format", "dummy", "--arms", "eager", *options, "--json", report)
     assert found.exit_code == 0, found.output
-    steps = json.loads(report.read_text())["steps"]
+    written = json.loads(report.read_text())
+    steps, peaks = written["steps"], written["roofline"]
     assert [(row["batch"], row["context"]) for row in steps["decode"]] == [(1, 40), (3, 40), (1, 100), (3, 100)]
     for row in steps["decode"]:
         assert row["tokens_per_second"]["median"] == pytest.approx(row["batch"] / row["step"]["median"], rel=0.5)
-        assert row["flops"] > 0 < row["bytes"]
+        assert row["flops"] > 0
+        held = row["batch"] * row["mean_context"]["median"]
+        assert row["bytes"] == pytest.approx(peaks["weights"] + held * peaks["kv_token"])
+        least, most = row["mean_context"]["min"], row["mean_context"]["max"]
+        assert most - least == 24 + 1  # the steps of a measurement, and the one before it
+        assert least < row["context"] < most or row["context"] == 40  # which is too short for half to come before it
     assert [row["tokens"] for row in steps["prefill"]] == [9, 200]
     assert steps["counters"]["eager"]["recompiles"] == 0
     assert "Prefill of 200 tokens (eager)" in found.output

@@ -33,6 +33,7 @@ _LATENCY = {
     "roofline %": ("roofline_share", 100, 1),
 }
 _STEPS = {
+    "measured at": ("mean_context", 1, 0),
     "step ms": ("step", 1e3, 3),
     "host us": ("host", 1e6, 1),
     "tok/s": ("tokens_per_second", 1, 1),

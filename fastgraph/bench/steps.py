@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -46,10 +47,11 @@ _PROFILED = 4
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds a step: from one to the next on the device, and of the host's work for it."""
+    """Of a step, on average: seconds from one to the next on the device, and of the host's work for it."""
 
     step: float
     host: float | None  # a CPU's host is the device
+    context: float  # tokens that it found in the pages of all requests together
 
 
 def usual_arms(config: EngineConfig, device: torch.device) -> list[str]:
@@ -66,6 +68,7 @@ class Arm:
         self.handle = build_device(config, checkpoint, device, None, tell)
         self._scheduler = Scheduler(self.handle.limits)
         self._depth = settle_depth(config, device)
+        self.lead = self._depth + 1  # steps before those that are measured: the device is not to wait for these
         self._device = device
         self._random = np.random.default_rng(0)
         self._ids = count(1)
@@ -88,11 +91,19 @@ class Arm:
 
     def decode(self) -> Timing:
         """Run steps of the batch as fast as they go."""
-        self._advance(self._depth + 1)
+        self._advance(self.lead)
         worked: list[tuple[float, int]] = []
+        found = self._written()
         took = seconds_of(lambda: worked.append(self._advance(_STEPS)), self._device)
         ((host, steps),) = worked
-        return Timing(took / steps, host / steps if self._device.type == "cuda" else None)
+        added = (self._written() - found) / steps
+        context = found + added * (steps - 1) / 2
+        return Timing(took / steps, host / steps if self._device.type == "cuda" else None, context)
+
+    def _written(self) -> int:
+        """Tokens in the pages of all requests, once the steps in flight have run."""
+        table = self._scheduler.table
+        return int(table.scheduled[table.decoding].sum())
 
     def prefill(self, tokens: int) -> float:
         """Seconds from asking for the first token of a prompt to having it. No prompt is asked for twice."""
@@ -107,7 +118,7 @@ class Arm:
     def kernels(self) -> list[tuple[str, float, float]]:
         """(name, times a step, seconds a step) of every kernel, the longest first. A decode step of the batch."""
         activity = torch.profiler.ProfilerActivity
-        self._advance(self._depth + 1)
+        self._advance(self.lead)
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
             _, steps = self._advance(_PROFILED)
@@ -212,8 +223,8 @@ def _decode_rows(
     device: torch.device,
 ) -> list[dict[str, Any]]:
     for arm in built.values():
-        # The measured steps lie about the context, half before it and half after.
-        arm.fill(batch, max(context - (repeats + 1) * _STEPS // 2, 1), room)
+        # The measured steps lie about the context, after a measurement that does not count.
+        arm.fill(batch, max(context - (repeats + 2) * (arm.lead + _STEPS) // 2, 1), room)
         arm.decode()
     taken: dict[str, list[Timing]] = {name: [] for name in built}
     for _ in range(repeats):
@@ -224,14 +235,17 @@ def _decode_rows(
         kernels = arm.kernels() if device.type == "cuda" else []
         arm.empty()
         steps = [timing.step for timing in taken[name]]
-        read, flops = roofline.step_bytes(batch, batch * context), roofline.step_flops(batch, batch * context)
+        read = [roofline.step_bytes(batch, timing.context) for timing in taken[name]]
+        flops = [roofline.step_flops(batch, timing.context) for timing in taken[name]]
         rows.append({
-            "arm": name, "batch": batch, "context": context, "bytes": read, "flops": flops,
+            "arm": name, "batch": batch, "context": context,
+            "mean_context": spread([timing.context / batch for timing in taken[name]]),
+            "bytes": median(read), "flops": median(flops),
             "step": spread(steps),
             "host": spread([timing.host for timing in taken[name]]),
             "tokens_per_second": spread([batch / step for step in steps]),
-            "roofline_share": spread([read / roofline.bandwidth / step for step in steps]),
-            "matmul_share": spread([flops / roofline.matmul / step for step in steps]),
+            "roofline_share": spread([r / roofline.bandwidth / step for r, step in zip(read, steps, strict=True)]),
+            "matmul_share": spread([f / roofline.matmul / step for f, step in zip(flops, steps, strict=True)]),
             "kernels_per_step": sum(times for _, times, _ in kernels) or None,
             "kernels": [{"name": name, "times": times, "seconds": took} for name, times, took in kernels],
         })  # fmt: skip

@@ -18,31 +18,38 @@ class Lease:
     the first `dropped` pages only the places are left, with the null page in them.
     """
 
-    __slots__ = ("_pages", "_pool", "dropped", "published")
+    __slots__ = ("_parts", "_pool", "dropped", "published")
 
     def __init__(self, pool: PagePool, pages: Int32, published: int, dropped: int = 0) -> None:
         self._pool = pool
-        self._pages: Int32 | None = pages
+        self._parts: list[Int32] | None = [pages]  # joined when they are asked for, which is seldom
         self.published, self.dropped = published, dropped
+
+    @property
+    def parts(self) -> list[Int32]:
+        if self._parts is None:
+            raise DeadLease("these pages were moved or released before")
+        return self._parts
 
     @property
     def pages(self) -> Int32:
         """[pages], in the order of the tokens they hold."""
-        if self._pages is None:
-            raise DeadLease("these pages were moved or released before")
-        return self._pages
+        parts = self.parts
+        if len(parts) > 1:
+            parts[:] = [np.concatenate(parts)]
+        return parts[0]
 
     def __len__(self) -> int:
         return len(self.pages)
 
     def move(self) -> Lease:
         """The same pages under a new lease; this one is dead."""
-        pages, self._pages = self.pages, None
+        pages, self._parts = self.pages, None
         return Lease(self._pool, pages, self.published, self.dropped)
 
     def release(self) -> None:
         """Give the pages back; this lease is dead."""
-        pages, self._pages = self.pages, None
+        pages, self._parts = self.pages, None
         self._pool._give(pages[self.dropped :])
 
 
@@ -99,12 +106,12 @@ class PagePool:
 
         Many at once, because a thousand decoding slots may need a page in the same step.
         """
-        held = [lease.pages for lease in leases]
+        parts = [lease.parts for lease in leases]
         taken = self._take(int(counts.sum()))
         start = 0
-        for lease, pages, count in zip(leases, held, counts.tolist(), strict=True):
-            lease._pages = np.concatenate([pages, taken[start : start + count]])
-            start += count
+        for part, stop in zip(parts, np.cumsum(counts).tolist(), strict=True):
+            part.append(taken[start:stop])
+            start = stop
         return taken
 
     def drop(self, lease: Lease, count: int) -> bool:
@@ -117,7 +124,7 @@ class PagePool:
         pages = lease.pages.copy()
         self._give(pages[lease.dropped : count])
         pages[:count] = NULL_PAGE
-        lease._pages, lease.dropped = pages, count
+        lease._parts, lease.dropped = [pages], count
         return True
 
     def publish(self, lease: Lease, keys: Sequence[bytes], step: int) -> None:

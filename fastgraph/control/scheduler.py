@@ -236,22 +236,22 @@ class Scheduler:
         share = min(self.pool.available // self.running, PAGES_AHEAD)
         return self._grow(cramped, np.minimum(ask, max(share, 1)))
 
-    def _lease(self, slot: int) -> Lease:
-        state = self.states[int(self.table.request_id[slot])]
-        assert isinstance(state, (Prefilling, Decoding))
-        return state.resources.lease
+    def _leases(self, slots: Int32) -> list[Lease]:
+        """Those of running requests, by their slots."""
+        states = map(self.states.__getitem__, self.table.request_id[slots].tolist())
+        return [state.resources.lease for state in states if isinstance(state, (Prefilling, Decoding))]
 
     def _drop_behind(self, slots: Int32) -> None:
         """Give back pages that no layer looks back to any more. Who gets them writes in a step after those that did."""
         if window := self.limits.window:
             behind = (self.table.scheduled[slots] + 1 - window) // self.limits.page_size
-            for slot, count in zip(slots.tolist(), behind.tolist(), strict=True):
-                if self.pool.drop(self._lease(slot), count):
+            for slot, lease, count in zip(slots.tolist(), self._leases(slots), behind.tolist(), strict=True):
+                if self.pool.drop(lease, count):
                     self.table.shared[slot] = count * self.limits.page_size
 
     def _grow(self, slots: Int32, counts: Int32) -> Int32:
         """Give running slots more pages. Returns the writes to their page tables: [pages, 3]."""
-        pages = self.pool.grow([self._lease(slot) for slot in slots.tolist()], counts)
+        pages = self.pool.grow(self._leases(slots), counts)
         held = self.table.capacity[slots] // self.limits.page_size
         first = np.cumsum(counts) - counts  # where in `pages` each slot's begin
         index = np.arange(len(pages)) + np.repeat(held - first, counts)
