@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 
 from fastgraph.config import MAX_STOP_IDS, SamplingParams
 from fastgraph.control.loop import EngineLoop, Observer
-from fastgraph.control.plan import Device, Limits
+from fastgraph.control.plan import Device, Int32, Limits
 from fastgraph.control.policy import Policy, first_come
 from fastgraph.control.scheduler import Output, Scheduler
 from fastgraph.control.states import FinishReason, Past, Request, check
@@ -319,18 +320,16 @@ class Engine:
     def _request(self, ask: Ask) -> Request:
         """Raises `RequestError` if it cannot be served."""
         sampling, vocab = ask.sampling, self.limits.vocab
-        named = (("prompt token", ask.prompt), ("stop_token_ids", ask.stop_ids), ("logit_bias", sampling.logit_bias))
-        for name, ids in named:
-            unknown = next((i for i in ids if not 0 <= i < vocab), None)
-            if unknown is not None:
-                raise RequestError(f"{name} {unknown} is not in the vocabulary of {vocab} tokens")
+        ids = _known_ids("prompt token", ask.prompt, vocab)
+        _known_ids("stop_token_ids", ask.stop_ids, vocab)
+        _known_ids("logit_bias", list(sampling.logit_bias), vocab)
         if len(ask.stop_ids) > MAX_STOP_IDS:
             raise RequestError(f"{len(ask.stop_ids)} stop ids, the model's own included; {MAX_STOP_IDS} is the most")
         prompt = len(ask.prompt)
         room = self.limits.max_model_len - prompt
         request = Request(
             id=next(self._ids),
-            prompt=np.array(ask.prompt, np.int32),
+            prompt=ids,
             sampling=sampling,
             seed=ask.seed,
             stop_ids=ask.stop_ids,
@@ -339,3 +338,13 @@ class Engine:
         )
         check(request, self.limits)
         return request
+
+
+def _known_ids(name: str, ids: Sequence[int], vocab: int) -> Int32:
+    """The ids as an array: prompts are long. Raises `RequestError` if one is not in the vocabulary."""
+    with contextlib.suppress(OverflowError):  # of an id beyond 32 bits
+        known = np.array(array("i", ids))
+        if not len(known) or (known.min() >= 0 and known.max() < vocab):
+            return known
+    unknown = next(i for i in ids if not 0 <= i < vocab)
+    raise RequestError(f"{name} {unknown} is not in the vocabulary of {vocab} tokens")

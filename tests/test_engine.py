@@ -155,6 +155,7 @@ def test_a_refused_request_harms_no_other() -> None:
             ([1] * 120, {"max_tokens": 9}, "120 prompt tokens and max_tokens 9 make 129; max_model_len is 128"),
             ([1, VOCAB], {}, f"prompt token {VOCAB} is not in the vocabulary of {VOCAB} tokens"),
             ([1, -1], {}, "prompt token -1 is not in the vocabulary"),
+            ([1, 2**32 + 1], {}, f"prompt token {2**32 + 1} is not in the vocabulary"),
             ([1], {"stop": (VOCAB,)}, f"stop_token_ids {VOCAB} is not in the vocabulary"),
             ([1], {"stop": tuple(range(24)) * 2}, "48 stop ids, the model's own included; 32 is the most"),
             ([1], {"logit_bias": {VOCAB: 1.0}}, f"logit_bias {VOCAB} is not in the vocabulary"),
