@@ -276,7 +276,7 @@ def test_steps_are_measured_in_every_arm_and_prompts_may_be_longer_than_contexts
         assert row["bytes"] == pytest.approx(peaks["weights"] + held * peaks["kv_token"])
         least, most = row["mean_context"]["min"], row["mean_context"]["max"]
         assert most - least == 24 + 1  # the steps of a measurement, and the one before it
-        assert least < row["context"] < most or row["context"] == 40  # which is too short for half to come before it
+        assert least < row["context"] < most
     assert [row["tokens"] for row in steps["prefill"]] == [9, 200]
     assert steps["counters"]["eager"]["recompiles"] == 0
     assert "Prefill of 200 tokens (eager)" in found.output

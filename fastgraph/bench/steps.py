@@ -68,7 +68,6 @@ class Arm:
         self.handle = build_device(config, checkpoint, device, None, tell)
         self._scheduler = Scheduler(self.handle.limits)
         self._depth = settle_depth(config, device)
-        self.lead = self._depth + 1  # steps before those that are measured: the device is not to wait for these
         self._device = device
         self._random = np.random.default_rng(0)
         self._ids = count(1)
@@ -83,6 +82,14 @@ class Arm:
         while self._scheduler.queue.head is not None:
             self._advance(1)
 
+    def approach(self, context: int, measurements: int) -> None:
+        """Decode until so many measurements lie about the context, half before it and half after. One is made now."""
+        before = self._written()
+        self.decode()
+        half = (self._written() - before) * measurements / 2
+        while self._written() + half < context * len(self._scheduler.states):
+            self._advance(1)
+
     def empty(self) -> None:
         while self._in_flight:
             self._land()
@@ -91,7 +98,7 @@ class Arm:
 
     def decode(self) -> Timing:
         """Run steps of the batch as fast as they go."""
-        self._advance(self.lead)
+        self._advance(self._depth + 1)
         worked: list[tuple[float, int]] = []
         found = self._written()
         took = seconds_of(lambda: worked.append(self._advance(_STEPS)), self._device)
@@ -118,7 +125,7 @@ class Arm:
     def kernels(self) -> list[tuple[str, float, float]]:
         """(name, times a step, seconds a step) of every kernel, the longest first. A decode step of the batch."""
         activity = torch.profiler.ProfilerActivity
-        self._advance(self.lead)
+        self._advance(self._depth + 1)
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
             _, steps = self._advance(_PROFILED)
@@ -182,7 +189,7 @@ def bench(
         for context in contexts:
             for batch in batches:
                 tell(f"decoding: batch {batch}, context {context}", None)
-                rows += _decode_rows(built, batch, context, room[batch], repeats, roofline, device)
+                rows += _decode_rows(built, batch, context, room[batch], repeats, roofline)
         name, arm = list(built.items())[-1]
         prefilled = []
         for tokens in prefills:
@@ -197,6 +204,10 @@ def bench(
                 "lasting_share": spread([rate / roofline.lasting for rate in rates]),
             })  # fmt: skip
         counters = {name: arm.handle.counters() for name, arm in built.items()}
+        if device.type == "cuda":  # only now: once it has run, a profiler slows whatever the host launches
+            tell("profiling", None)
+            for row in rows:
+                row |= _kernels(built[row["arm"]], row["batch"], row["context"], room[row["batch"]])
     return {"decode": rows, "prefill": prefilled, "counters": counters}
 
 
@@ -220,19 +231,16 @@ def _decode_rows(
     room: int,
     repeats: int,
     roofline: Roofline,
-    device: torch.device,
 ) -> list[dict[str, Any]]:
     for arm in built.values():
-        # The measured steps lie about the context, after a measurement that does not count.
-        arm.fill(batch, max(context - (repeats + 2) * (arm.lead + _STEPS) // 2, 1), room)
-        arm.decode()
+        arm.fill(batch, max(context - room // 2, 1), room)
+        arm.approach(context, repeats)
     taken: dict[str, list[Timing]] = {name: [] for name in built}
     for _ in range(repeats):
         for name, arm in built.items():
             taken[name].append(arm.decode())
     rows = []
     for name, arm in built.items():
-        kernels = arm.kernels() if device.type == "cuda" else []
         arm.empty()
         steps = [timing.step for timing in taken[name]]
         read = [roofline.step_bytes(batch, timing.context) for timing in taken[name]]
@@ -246,10 +254,17 @@ def _decode_rows(
             "tokens_per_second": spread([batch / step for step in steps]),
             "roofline_share": spread([r / roofline.bandwidth / step for r, step in zip(read, steps, strict=True)]),
             "matmul_share": spread([f / roofline.matmul / step for f, step in zip(flops, steps, strict=True)]),
-            "kernels_per_step": sum(times for _, times, _ in kernels) or None,
-            "kernels": [{"name": name, "times": times, "seconds": took} for name, times, took in kernels],
+            "kernels_per_step": None, "kernels": [],
         })  # fmt: skip
     return rows
+
+
+def _kernels(arm: Arm, batch: int, context: int, room: int) -> dict[str, Any]:
+    arm.fill(batch, context, room)
+    found = arm.kernels()
+    arm.empty()
+    kernels = [{"name": name, "times": times, "seconds": took} for name, times, took in found]
+    return {"kernels_per_step": sum(times for _, times, _ in found), "kernels": kernels}
 
 
 def _rooms(config: EngineConfig, device: torch.device, batches: Sequence[int], repeats: int) -> dict[int, int]:
