@@ -19,10 +19,11 @@ from fastgraph.control.states import Request
 from fastgraph.device.builder import build_device
 from fastgraph.device.handle import DeviceHandle
 from fastgraph.device.ladder import CaptureLadder, rungs, token_rungs
-from fastgraph.device.metadata import FROM_SLOT, StepInputs, StepMetadata, rows_of
+from fastgraph.device.metadata import StepInputs, StepMetadata, rows_of
 from fastgraph.device.slots import Slots
 from fastgraph.errors import ConfigError, FastgraphWarning
 from fastgraph.kernels.sampling import SamplerOutput
+from fastgraph.kernels.slots import FROM_SLOT
 from fastgraph.loading.checkpoint import open_checkpoint
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ KERNELS = {
     *("_decode", "_lay_out", "_prefill", "_rotate_and_write"),
     *("_vector_kernel", "_tiled_kernel", "_rms_norm", "_gate_mul"),
     *("_route", "_vector_up", "_vector_down", "_order", "_tiled", "_add_up"),
-    "_choose",
+    *("_choose", "_gather", "_advance"),
 }
 
 

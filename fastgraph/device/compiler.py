@@ -24,8 +24,8 @@ Mode = Literal["full", "regional", "off"]
 class CompiledStep:
     """A step of one model over its caches and slots. Call `warm_up` before the first real step.
 
-    "full" compiles the whole step as one graph. "regional" compiles three: the gather and embedding, one block that
-    all layers share, and the head with sampling and scatter; it compiles many times faster. Both are `fullgraph`, and
+    "full" compiles all between gathering and moving on as one graph. "regional" compiles three: the embedding, one
+    block that all layers share, and the head with sampling; it compiles many times faster. Both are `fullgraph`, and
     one graph serves every number of tokens and rows. "off" runs the same functions eagerly.
     """
 
@@ -74,19 +74,30 @@ class CompiledStep:
 
     def _run(self, inputs: StepInputs, mark: Callable[[str, Any], None] = lambda name, tensors: None) -> SamplerOutput:
         serving.begin_step()
-        mark("tokens", (inputs.ids, inputs.offsets, inputs.token_slots))
-        mark("rows", (inputs.slots, inputs.sampling_slots, inputs.last, inputs.query_lengths))
-        mark("starts", inputs.query_start)
+        batch = step.gather(inputs, self._state)
+        mark("tokens", (batch.ids, batch.positions, batch.sequence_lengths, batch.token_slots))
+        mark("rows", (batch.slots, inputs.sampling_slots, inputs.last))
+        mark("starts", batch.query_start)
         mark("pages", self.caches)
         if self._mode == "full":
-            return self._whole(self._model, self.caches, inputs, self._state, self._vocab)
-        batch, x, shared = self._begin(self._model, inputs, self._state)
-        mark("tokens", (batch.ids, batch.positions, batch.sequence_lengths, shared))
+            rows = (inputs.last, inputs.sampling_slots)
+            out = self._whole(self._model, self.caches, batch, *rows, self._state.sampler, self._vocab)
+        else:
+            out = self._parts(batch, inputs, mark)
+        step.advance(out, inputs, self._state)
+        return out
+
+    def _parts(self, batch: Batch, inputs: StepInputs, mark: Callable[[str, Any], None]) -> SamplerOutput:
+        """`step.run`, but for a copy of x where each row has a single token."""
+        x, shared = self._begin(self._model, batch)
+        mark("tokens", shared)
         for block, cache in zip(self._model.layers, self.caches, strict=True):
             mark("tokens", x)
             x = self._block(block, x, shared, cache, batch)
-        mark("tokens", x)
-        return self._end(self._model, x, inputs, self._state, self._vocab)
+        if len(inputs.last) != len(x):
+            x = x[inputs.last]
+        mark("rows", x)
+        return self._end(self._model, x, inputs.sampling_slots, self._state.sampler, self._vocab)
 
 
 def _block(block: nn.Module, x: Tensor, shared: Any, cache: LayerCache, batch: Batch) -> Tensor:

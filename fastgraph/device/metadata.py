@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fastgraph.control.plan import NULL_SLOT, Int32, Limits, StepPlan
 from fastgraph.device.upload import upload
-
-FROM_SLOT = -1  # an input id that means: the token this slot sampled last
+from fastgraph.kernels.slots import FROM_SLOT
 
 
 class StepInputs(NamedTuple):
@@ -30,7 +29,7 @@ class StepInputs(NamedTuple):
 class StepMetadata:
     """Static input buffers, of which a step reads the front. A captured graph reads the very same addresses.
 
-    Every input starts its own storage: a compiled step takes another offset for another graph.
+    Every input starts its own storage: a compiled model takes another offset for another graph.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:

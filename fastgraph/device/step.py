@@ -1,17 +1,16 @@
-"""One step as a pure function of tensors: gather by slot, model, sample, scatter. This is what is compiled."""
+"""One step: gather by slot, run the model and sample, move the slots on. What stands between is what is compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from fastgraph.control.plan import NULL_SLOT
-from fastgraph.device.metadata import FROM_SLOT, StepInputs
+from fastgraph.device.metadata import StepInputs
 from fastgraph.device.slots import SlotState
-from fastgraph.kernels.sampling import SamplerOutput, outputs_of, sample
+from fastgraph.kernels import slots
+from fastgraph.kernels.sampling import SamplerOutput, SamplerState, outputs_of, sample
 from fastgraph.ops import Batch, LayerCache
 
 
@@ -27,42 +26,47 @@ class Model(Protocol):
         """[rows, hidden] -> logits [rows, vocab]."""
 
 
-def begin(model: Model, inputs: StepInputs, state: SlotState) -> tuple[Batch, Tensor, Any]:
-    """Gather the step's batch from the slots, and embed it."""
-    positions = state.lengths[inputs.token_slots] + inputs.offsets
-    last = (state.sampler.generated[inputs.token_slots] - 1) % len(state.recent)
-    ids = torch.where(inputs.ids == FROM_SLOT, state.recent[last, inputs.token_slots], inputs.ids)
-    batch = Batch(
+def gather(inputs: StepInputs, state: SlotState) -> Batch:
+    """The step's batch, as the slots are now."""
+    tables = (state.recent, state.sampler.generated, state.lengths, state.prompt_lengths)
+    ids, positions, sequence_lengths = slots.gather(inputs.ids, inputs.offsets, inputs.token_slots, *tables)
+    return Batch(
         ids=ids,
         positions=positions,
-        sequence_lengths=torch.maximum(state.prompt_lengths[inputs.token_slots], positions + 1),
+        sequence_lengths=sequence_lengths,
         token_slots=inputs.token_slots,
         slots=inputs.slots,
         query_start=inputs.query_start,
         lengths=state.lengths,
         page_table=state.page_table,
     )
-    x, shared = model.embed(batch)
-    return batch, x, shared
 
 
-def end(model: Model, x: Tensor, inputs: StepInputs, state: SlotState, vocab: int) -> SamplerOutput:
-    """Logits of each row's last token, a sampled token each, and the slots moved on."""
-    logits = model.head(x[inputs.last])
+def begin(model: Model, batch: Batch) -> tuple[Tensor, Any]:
+    """What goes into the blocks."""
+    return model.embed(batch)
+
+
+def end(model: Model, x: Tensor, sampling_slots: Tensor, state: SamplerState, vocab: int) -> SamplerOutput:
+    """A sampled token of each row. x: [rows, hidden], of each row's last token."""
+    logits = model.head(x)
     out = outputs_of(logits.shape[0], device=x.device)
-    sample(logits, inputs.sampling_slots, state.sampler, vocab, out)
-    generated = state.sampler.generated[inputs.sampling_slots]
-    state.recent[generated % len(state.recent), inputs.sampling_slots] = out.tokens
-    state.sampler.generated[inputs.sampling_slots] = generated + 1
-    # Padding rows share the null slot, which stays where it is.
-    moved = state.lengths[inputs.slots] + inputs.query_lengths
-    state.lengths[inputs.slots] = torch.where(inputs.slots == NULL_SLOT, 0, moved)
+    sample(logits, sampling_slots, state, vocab, out)
     return out
 
 
-def run(model: Model, caches: Sequence[LayerCache], inputs: StepInputs, state: SlotState, vocab: int) -> SamplerOutput:
-    """The whole step."""
-    batch, x, shared = begin(model, inputs, state)
+def run(
+    model: Model, caches: Sequence[LayerCache], batch: Batch, last: Tensor, sampling_slots: Tensor,
+    state: SamplerState, vocab: int,
+) -> SamplerOutput:  # fmt: skip
+    """All between gathering and moving on. last: [rows], each row's last token."""
+    x, shared = begin(model, batch)
     for block, cache in zip(model.layers, caches, strict=True):
         x = block(x, shared, cache, batch)
-    return end(model, x, inputs, state, vocab)
+    return end(model, x[last], sampling_slots, state, vocab)
+
+
+def advance(out: SamplerOutput, inputs: StepInputs, state: SlotState) -> None:
+    """Move the slots on: their tokens, and how many there are."""
+    rows = (inputs.sampling_slots, inputs.slots, inputs.query_lengths)
+    slots.advance(out.tokens, *rows, state.recent, state.sampler.generated, state.lengths)
