@@ -150,9 +150,10 @@ def list_groups(row, order, level, top, per_unit):
         wanted = (group < row.groups) & (ordered(_look(row.maxima, start, row.groups)) >= order)
         if level > -float("inf"):
             wanted &= _reach(row, start, top, per_unit) >= level
-        place = tl.cumsum(wanted.to(tl.int32), 0)
-        tl.store(row.listed + n + place - 1, group, mask=wanted)
-        n += tl.sum(wanted.to(tl.int32))
+        more = tl.sum(wanted.to(tl.int32))
+        if more > 0:  # seldom, of the few that the largest logit needs
+            tl.store(row.listed + n + tl.cumsum(wanted.to(tl.int32), 0) - 1, group, mask=wanted)
+            n += more
     tl.debug_barrier()
     return n
 

@@ -108,14 +108,23 @@ def _penalise(x, id, ok, state, strides, slot):
 
 
 @triton.jit
-def _read(raw, id, tile, width, limit):
-    """A tile of a row as float32, -inf from the limit up."""
-    if (tile + 1) * TILE <= limit:
-        x = tl.load(raw + id).to(tl.float32)
-    else:
-        x = tl.load(raw + id, mask=id < width, other=0.0).to(tl.float32)
+def _fetch(raw, id, tile, width, limit):
+    """A tile of a row, for `_widen`."""
+    return tl.load(raw + id) if (tile + 1) * TILE <= limit else tl.load(raw + id, mask=id < width, other=0.0)
+
+
+@triton.jit
+def _widen(x, id, tile, limit):
+    """The tile as float32, -inf from the limit up."""
+    x = x.to(tl.float32)
+    if (tile + 1) * TILE > limit:
         x = tl.where(id < limit, x, -float("inf"))
     return x
+
+
+@triton.jit
+def _read(raw, id, tile, width, limit):
+    return _widen(_fetch(raw, id, tile, width, limit), id, tile, limit)
 
 
 @triton.jit
@@ -186,12 +195,6 @@ def scan(
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    temperature = tl.load(state.temperature + slot)
-    top_k = tl.load(state.top_k + slot)
-    top_p = tl.load(state.top_p + slot)
-    wanted = tl.load(state.logprobs + slot)
-    first, second = keys_of(state, strides, slot)
-    biased, penalised, early = changes(state, strides, slot)
     lane = tl.arange(0, LANES)
     step = tl.arange(0, EACH // VECTOR)[None, :, None] * (LANES * VECTOR) + lane[:, None, None] * VECTOR
     place = step + tl.arange(0, VECTOR)[None, None, :]  # [lanes, steps, vector]: no thread needs another's numbers
@@ -199,6 +202,13 @@ def scan(
     raw = raw_ptr + row * raw_stride
     if OVERLAP:
         gdc_wait()
+    fetched = _fetch(raw, id, tile, width, limit)  # on its way while the slot's parameters are looked up
+    temperature = tl.load(state.temperature + slot)
+    top_k = tl.load(state.top_k + slot)
+    top_p = tl.load(state.top_p + slot)
+    wanted = tl.load(state.logprobs + slot)
+    first, second = keys_of(state, strides, slot)
+    biased, penalised, early = changes(state, strides, slot)
     if slot == 0:
         return
     if biased | penalised | early:
@@ -206,7 +216,7 @@ def scan(
         _adjust(raw, mine, tile, width, limit, state, strides, slot, VECTOR, N_STOPS, N_BIASES, STOPS, BIASES)
         x = tl.load(mine + id)
     else:
-        x = _read(raw, id, tile, width, limit)
+        x = _widen(fetched, id, tile, limit)
     at = row * groups + tile * LANES + lane
     most = largest(largest(x, 2), 1)  # [lanes]
     tl.store(known.maxima + at, most)
