@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import threading
@@ -433,3 +434,22 @@ def test_text_without_a_tokenizer_is_refused(tiny: Path) -> None:
     result = run("throughput", *arguments)
     assert result.exit_code == 1
     assert "without --decode-text" in " ".join(result.stderr.split())
+
+
+def test_the_collector_is_spared_what_was_there_before_the_runs(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen, warm_up = [], measure.warm_up
+
+    def look(*arguments: Any) -> None:
+        frozen.append(gc.get_freeze_count())
+        warm_up(*arguments)
+
+    monkeypatch.setattr(measure, "warm_up", look)
+    arguments = ("-m", tiny, "--load-format", "dummy", "--compile", "off", "--device", "cpu", "--max-decode-bs", 4)
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"prompt": [1, 2, 3], "max_tokens": 2}')
+    found = run("throughput", *arguments, "--workload", mine, "--repeats", 1)
+    assert found.exit_code == 0, found.output
+    assert frozen[0] > 100_000
+    assert not gc.get_freeze_count()

@@ -44,6 +44,7 @@ class DeviceHandle:
                 torch.cuda.synchronize()  # what is in flight writes to memory that others may get
         del self._executor, self._step
         serving.begin_step()  # kernels let go of what they laid out for the last one
+        gc.unfreeze()  # the caller may have frozen what is to be collected now
         gc.collect()  # torch has made cycles of what built the model
         if torch.cuda.is_initialized():
             with suppress(RuntimeError):  # of a device that has failed
