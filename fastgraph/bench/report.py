@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fastgraph.bench.limit import FORMULA as LIMIT_FORMULA
 from fastgraph.bench.load import PERCENTILES
-from fastgraph.bench.roofline import FLOPS_FORMULA, FORMULA, Roofline
+from fastgraph.bench.roofline import EXPERTS_FORMULA, FLOPS_FORMULA, FORMULA, Roofline
 from fastgraph.config import EngineConfig, check_writable
 from fastgraph.env import report as environment
 from fastgraph.errors import ConfigError
@@ -82,7 +82,7 @@ def assemble(
         "engine": {name: value for name, value in asdict(config).items() if name != "token"} | settled,
         "limits": asdict(llm.limits),
         "environment": {name: found[name] for name in kept if name in found},
-        "roofline": {**asdict(roofline), "formula": FORMULA},
+        "roofline": {**asdict(roofline), "formula": FORMULA + (EXPERTS_FORMULA if roofline.experts else "")},
         "rows": [dict(row) for row in rows],
         "counters": dict(counters),
     }
@@ -123,22 +123,18 @@ def show(found: Mapping[str, Any], console: Console) -> None:
             _show_load(row, console)
     repeats = options["repeats"]
     console.print(f"Median, least and most of {repeats} repeats." if repeats > 1 else "Of one repeat.")
-    formulas = {"latency": FORMULA, "throughput": LIMIT_FORMULA}
+    formulas = {"latency": roofline["formula"], "throughput": LIMIT_FORMULA}
     if found["bench"] in formulas:
         console.print(
             f"{formulas[found['bench']]}; here {_bytes(roofline['weights'])}, {_bytes(roofline['kv_token'])} and "
             f"{roofline['bandwidth'] / 1e9:.1f} GB/s, measured now."
         )
-    if found["bench"] == "latency":
-        console.print(
-            f"{FLOPS_FORMULA}; here {roofline['matmul'] / 1e12:.1f} TFLOP/s at best, and "
-            f"{roofline['lasting'] / 1e12:.1f} when it goes on for half a second, measured now."
-        )
-    elif found["bench"] == "throughput":
+        if found["bench"] == "latency":
+            console.print(f"{FLOPS_FORMULA}.")
         console.print(
             f"The rate of a large product is {roofline['matmul'] / 1e12:.2f} TFLOP/s at best, and "
             f"{roofline['lasting'] / 1e12:.2f} when it goes on for half a second, measured now: what lasts is the "
-            f"limit with the second rate."
+            f"second."
         )
     if "memory" in found:
         console.print("Memory: " + ", ".join(f"{kind} {_bytes(count)}" for kind, count in found["memory"].items()))

@@ -16,9 +16,9 @@ from torch import nn
 from fastgraph import models
 
 _MATRIX = {"cpu": 1024, "cuda": 8192}  # rows and columns of the product that the machine's rate is measured with
-FORMULA = (
-    "roofline = least time of a decode step = (weights + context tokens of all requests * KV of one) / bandwidth; of "
-    "experts' weights a share counts, 1 - (1 - experts of a token / experts)^requests, as if all were as likely"
+FORMULA = "roofline = least time of a decode step = (weights + context tokens of all requests * KV of one) / bandwidth"
+EXPERTS_FORMULA = (
+    "; of experts' weights a share counts, 1 - (1 - experts of a token / experts)^requests, as if all were as likely"
 )
 FLOPS_FORMULA = (
     "matmul share = (2 * weights * tokens + 4 * layers * heads * head_dim * pairs of tokens that see each other) / "

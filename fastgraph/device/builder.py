@@ -93,7 +93,7 @@ def build_device(
             raise
         raise ConfigError(
             f"there is not enough memory ({str(error).splitlines()[0]}): take a smaller model or dtype, or less of "
-            f"max_decode_bs, max_model_len or kv_pages"
+            f"max_decode_bs, max_model_len, max_step_tokens or kv_pages"
         ) from error
 
 
