@@ -283,6 +283,17 @@ def test_steps_are_measured_in_every_arm_and_prompts_may_be_longer_than_contexts
     assert "eager: recompiles 0, eager steps 0" in found.output
 
 
+def test_a_batch_is_whole_when_it_is_measured_though_its_prompts_take_many_steps(tmp_path: Path) -> None:
+    shape, report = tmp_path / "long.json", tmp_path / "steps.json"
+    shape.write_text(json.dumps(TINY | {"max_position_embeddings": 512}))
+    few = ("--max-decode-bs", 16, "--page-size", 16, "--max-step-tokens", 32)
+    options = ("--batch", 16, "--n-in", 8, "--n-out", 4, "--context", 120, "--prefill", 9, "--repeats", 1, *few)
+    found = run("latency", "-m", shape, "--load-format", "dummy", "--arms", "eager", *options, "--json", report)
+    assert found.exit_code == 0, found.output
+    (row,) = json.loads(report.read_text())["steps"]["decode"]
+    assert row["mean_context"]["median"] == pytest.approx(120, abs=1)  # counted over 16, so none had ended
+
+
 def test_an_arm_that_does_not_exist_is_refused(tiny: Path) -> None:
     found = run("latency", "--model", tiny, "--load-format", "dummy", "--n-out", 2, "--arms", "warp")
     assert found.exit_code != 0

@@ -25,7 +25,7 @@ from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.plan import PendingStep, StepPlan
 from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.states import Request
-from fastgraph.device.builder import build_device, settle_compile, settle_depth, settle_multi_step
+from fastgraph.device.builder import build_device, settle_compile, settle_depth, settle_multi_step, settle_step_tokens
 from fastgraph.errors import ConfigError
 from fastgraph.loading.checkpoint import Checkpoint
 
@@ -177,7 +177,7 @@ def bench(
 
     Call `check` before.
     """
-    room = _rooms(config, device, batches, repeats)
+    room = _rooms(config, device, batches, contexts, repeats)
     sized = replace(
         config,
         max_decode_bs=max(batches),
@@ -219,7 +219,7 @@ def check(
     if unknown := sorted(set(arms) - set(ARMS[device.type])):
         here = f"take of {', '.join(ARMS[device.type])}"
         raise ConfigError(f"there is no arm {', '.join(unknown)} on a {device.type}: {here}")
-    for what, span in _spans(_rooms(config, device, batches, repeats), contexts, prefills).items():
+    for what, span in _spans(_rooms(config, device, batches, contexts, repeats), contexts, prefills).items():
         if span > positions:
             raise ConfigError(f"{what} takes {span} tokens to measure, and the model was made for {positions}")
 
@@ -267,14 +267,24 @@ def _kernels(arm: Arm, batch: int, context: int, room: int) -> dict[str, Any]:
     return {"kernels_per_step": sum(times for _, times, _ in found), "kernels": kernels}
 
 
-def _rooms(config: EngineConfig, device: torch.device, batches: Sequence[int], repeats: int) -> dict[int, int]:
-    """Tokens that a request may grow by while its batch is measured and profiled, of each batch.
+def _rooms(
+    config: EngineConfig, device: torch.device, batches: Sequence[int], contexts: Sequence[int], repeats: int
+) -> dict[int, int]:
+    """Tokens that a request may grow by while its batch is filled, and then measured or profiled, of each batch.
 
     A measurement may be longer by the steps that are submitted together, twice. Those of a large batch are too long for
     many of them, and its room is dear: every arm has pages for it.
     """
     together = settle_multi_step(config, device)
-    return {n: (repeats + 3) * (_STEPS + 2 * (together if n <= 64 else min(together, 4))) for n in batches}
+    measuring = {n: (repeats + 3) * (_STEPS + 2 * (together if n <= 64 else min(together, 4))) for n in batches}
+    size, tokens = config.page_size, settle_step_tokens(config, device, max(batches))
+
+    def ahead(batch: int) -> int:
+        """Tokens that the first request may have decoded when the last one's prompt is computed."""
+        at_once = max((tokens - batch) // size, 1)  # pages of prompts that a step computes beside the batch, at least
+        return -(-batch * -(-max(contexts) // size) // at_once) - 1
+
+    return {n: more + ahead(n) for n, more in measuring.items()}
 
 
 def _spans(room: Mapping[int, int], contexts: Sequence[int], prefills: Sequence[int]) -> dict[str, int]:

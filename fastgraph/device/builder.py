@@ -78,6 +78,11 @@ def settle_multi_step(config: EngineConfig, device: torch.device) -> int:
     return config.multi_step or (1 if device.type == "cpu" else 8)
 
 
+def settle_step_tokens(config: EngineConfig, device: torch.device, slots: int) -> int:
+    """Tokens that a step may compute. By default a page of a prompt fits beside a full batch."""
+    return config.max_step_tokens or max(DEFAULT_STEP_TOKENS[device.type], slots + config.page_size)
+
+
 def build_device(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, vocab: int | None, progress: Progress
 ) -> DeviceHandle:
@@ -176,7 +181,7 @@ def _limits(config: EngineConfig, shape: Any, vocab: int, device: torch.device) 
     asked = config.max_model_len or shape.max_positions
     if asked > shape.max_positions:
         raise ConfigError(f"max_model_len {asked} is above what the model was made for, {shape.max_positions} tokens")
-    step_tokens = config.max_step_tokens or max(DEFAULT_STEP_TOKENS[device.type], slots + size)
+    step_tokens = settle_step_tokens(config, device, slots)
     if step_tokens < slots + size:
         raise ConfigError(
             f"max_step_tokens must be at least max_decode_bs + page_size = {slots + size}, so that a prompt can move "
