@@ -2,10 +2,10 @@
 
 Kernels of a decode step overlap by programmatic dependent launch (Hopper and later): each lets the next one start as
 soon as all its own programs have, and waits for the one before it where it first reads what that one wrote. Read before
-the wait is what no kernel of the step writes (weights, lengths, page tables, older keys and values), and what was
-written before a kernel of the step that was launched plainly. Every program that writes must have waited, and at least
-one program of each kernel; then whatever came earlier has ended too. The first kernel of a step is launched plainly, so
-no step reaches into the one before it.
+the wait is what no kernel of the step writes (weights, page tables, older keys and values) or only its last one does
+(lengths), and what was written before a kernel of the step that was launched plainly. Every program that writes must
+have waited, and at least one program of each kernel; then whatever came earlier has ended too. The first kernel of a
+step is launched plainly, so no step reaches into the one before it.
 """
 
 from __future__ import annotations
