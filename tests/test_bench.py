@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import statistics
@@ -17,7 +18,7 @@ import transformers
 from typer.testing import CliRunner
 
 import fastgraph
-from fastgraph.bench import latency, measure, roofline, shapes, with_shape, workloads
+from fastgraph.bench import latency, measure, roofline, shapes, steps, with_shape, workloads
 from fastgraph.bench.measure import Run
 from fastgraph.bench.roofline import Roofline
 from fastgraph.bench.workloads import Turn, Workload
@@ -292,6 +293,21 @@ def test_a_batch_is_whole_when_it_is_measured_though_its_prompts_take_many_steps
     assert found.exit_code == 0, found.output
     (row,) = json.loads(report.read_text())["steps"]["decode"]
     assert row["mean_context"]["median"] == pytest.approx(120, abs=1)  # counted over 16, so none had ended
+
+
+def test_the_collector_is_spared_while_steps_are_measured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen, decode = [], steps.Arm.decode
+
+    def look(arm: steps.Arm) -> steps.Timing:
+        frozen.append(gc.get_freeze_count())
+        return decode(arm)
+
+    monkeypatch.setattr(steps.Arm, "decode", look)
+    few = ("--n-in", 8, "--n-out", 2, "--context", 9, "--prefill", 9, "--repeats", 1)
+    found = run("latency", "-m", tiny, "--load-format", "dummy", "--batch", 1, "--arms", "eager", *few)
+    assert found.exit_code == 0, found.output
+    assert min(frozen) > 100_000
+    assert not gc.get_freeze_count()
 
 
 def test_an_arm_that_does_not_exist_is_refused(tiny: Path) -> None:

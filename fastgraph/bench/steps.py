@@ -6,6 +6,7 @@ device of its own, built in its own way; all are loaded at once and measured in 
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -316,6 +317,9 @@ def _built(
             built[name] = Arm(
                 replace(config, **ARMS[device.type][name]), checkpoint, device, partial(_tell_of, tell, name)
             )
+        # As before the requests: closing their engine, and capturing graphs, has undone it. A shutdown does.
+        gc.collect()
+        gc.freeze()
         yield built
     finally:
         for arm in built.values():
