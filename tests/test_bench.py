@@ -295,6 +295,15 @@ def test_a_batch_is_whole_when_it_is_measured_though_its_prompts_take_many_steps
     assert row["mean_context"]["median"] == pytest.approx(120, abs=1)  # counted over 16, so none had ended
 
 
+def test_an_arm_that_is_named_twice_is_built_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, build = [], steps.build_device
+    monkeypatch.setattr(steps, "build_device", lambda *arguments: built.append(arguments) or build(*arguments))
+    few = ("--n-in", 8, "--n-out", 2, "--context", 9, "--prefill", 9, "--repeats", 1)
+    found = run("latency", "-m", tiny, "--load-format", "dummy", "--batch", 1, "--arms", "eager,eager", *few)
+    assert found.exit_code == 0, found.output
+    assert len(built) == 1
+
+
 def test_the_collector_is_spared_while_steps_are_measured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen, decode = [], steps.Arm.decode
 

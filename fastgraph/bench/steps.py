@@ -313,7 +313,7 @@ def _built(
 ) -> Iterator[dict[str, Arm]]:
     built: dict[str, Arm] = {}
     try:
-        for name in arms:
+        for name in dict.fromkeys(arms):  # one that is named twice is one arm, or the first would never be shut down
             built[name] = Arm(
                 replace(config, **ARMS[device.type][name]), checkpoint, device, partial(_tell_of, tell, name)
             )
