@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,9 +104,7 @@ def _loaded(config: EngineConfig) -> Iterator[tuple[LLM, roofline.Roofline, late
         if (config.model or "").lower() in shapes():
             raise ModelError(f"{error}. With --load-format dummy it is here, with random weights") from error
         raise
-    # What importing and compiling leave takes the collector 0.1 s and more to go through, with the GIL held.
-    gc.collect()
-    gc.freeze()
+    measure.spare_collector()
     with llm, Loading() as loading:
         yield llm, roofline.roofline_of(llm.checkpoint.config, dtype, peaks), loading.tell
 

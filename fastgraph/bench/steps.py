@@ -6,7 +6,6 @@ device of its own, built in its own way; all are loaded at once and measured in 
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastgraph.bench.measure import spread
+from fastgraph.bench.measure import spare_collector, spread
 from fastgraph.bench.roofline import Roofline, seconds_of
 from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.plan import PendingStep, StepPlan
@@ -317,9 +316,7 @@ def _built(
             built[name] = Arm(
                 replace(config, **ARMS[device.type][name]), checkpoint, device, partial(_tell_of, tell, name)
             )
-        # As before the requests: closing their engine, and capturing graphs, has undone it. A shutdown does.
-        gc.collect()
-        gc.freeze()
+        spare_collector()
         yield built
     finally:
         for arm in built.values():
