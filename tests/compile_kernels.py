@@ -71,11 +71,12 @@ def main() -> None:
                 for rows in (1, 7, 300):
                     problems.answer(op, kernel, problems.problem(op, signature, rows))
     # What no op calls by itself.
-    from fastgraph.kernels import linear, norm, routing, slots_triton
+    from fastgraph.kernels import linear, norm, routing, slots, slots_triton
 
-    few, tables = torch.zeros(9, dtype=torch.int32), [torch.zeros(20, dtype=torch.int32) for _ in range(3)]
-    slots_triton.gather(few, few, few, torch.zeros(8, 20, dtype=torch.int32), *tables)
-    slots_triton.advance(few, few, few, few, torch.zeros(8, 20, dtype=torch.int32), *tables[:2])
+    few, recent = torch.zeros(9, dtype=torch.int32), torch.zeros(8, 20, dtype=torch.int32)
+    tables = slots.Tables(recent, *(torch.zeros(20, dtype=torch.int32) for _ in range(3)))
+    slots_triton.gather(few, few, few, tables)
+    slots_triton.advance(few, few, few, few, tables)
 
     x, wide = torch.zeros(9, 1024, dtype=torch.bfloat16), torch.ones(1024)
     norm.rms_norm(x, wide, 1e-6, x.clone())

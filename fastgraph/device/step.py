@@ -28,8 +28,8 @@ class Model(Protocol):
 
 def gather(inputs: StepInputs, state: SlotState) -> Batch:
     """The step's batch, as the slots are now."""
-    tables = (state.recent, state.sampler.generated, state.lengths, state.prompt_lengths)
-    ids, positions, sequence_lengths = slots.gather(inputs.ids, inputs.offsets, inputs.token_slots, *tables)
+    tokens = (inputs.ids, inputs.offsets, inputs.token_slots)
+    ids, positions, sequence_lengths = slots.gather(*tokens, _tables(state))
     return Batch(
         ids=ids,
         positions=positions,
@@ -69,4 +69,8 @@ def run(
 def advance(out: SamplerOutput, inputs: StepInputs, state: SlotState) -> None:
     """Move the slots on: their tokens, and how many there are."""
     rows = (inputs.sampling_slots, inputs.slots, inputs.query_lengths)
-    slots.advance(out.tokens, *rows, state.recent, state.sampler.generated, state.lengths)
+    slots.advance(out.tokens, *rows, _tables(state))
+
+
+def _tables(state: SlotState) -> slots.Tables:
+    return slots.Tables(state.recent, state.sampler.generated, state.lengths, state.prompt_lengths)

@@ -7,30 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastgraph.kernels import slots
 from fastgraph.kernels.launch import can_overlap, cdiv, gdc_launch_dependents, gdc_wait
+from fastgraph.kernels.slots import FROM_SLOT, Tables
 
 _BLOCK = 128
-_FROM_SLOT = tl.constexpr(slots.FROM_SLOT)
+_FROM_SLOT = tl.constexpr(FROM_SLOT)
 
 
-def gather(
-    ids: Tensor,
-    offsets: Tensor,
-    token_slots: Tensor,
-    recent: Tensor,
-    generated: Tensor,
-    lengths: Tensor,
-    prompt_lengths: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def gather(ids: Tensor, offsets: Tensor, token_slots: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
     """As `slots.gather`."""
     count = len(ids)
     # Each with storage of its own: a compiled model takes another offset for another graph.
     out = torch.empty_like(ids), torch.empty_like(ids), torch.empty_like(ids)
     # The first kernel of a step: launched plainly.
-    _gather[(cdiv(count, _BLOCK),)](
-        ids, offsets, token_slots, recent, generated, lengths, prompt_lengths, out, count, *recent.shape, _BLOCK
-    )
+    _gather[(cdiv(count, _BLOCK),)](ids, offsets, token_slots, *tables, out, count, *tables.recent.shape, _BLOCK)
     return out
 
 
@@ -61,20 +51,12 @@ def _gather(
     tl.store(out_lengths + i, tl.maximum(tl.load(prompt_lengths + slot), position + 1), mask=inside)
 
 
-def advance(
-    tokens: Tensor,
-    sampling_slots: Tensor,
-    row_slots: Tensor,
-    query_lengths: Tensor,
-    recent: Tensor,
-    generated: Tensor,
-    lengths: Tensor,
-) -> None:
+def advance(tokens: Tensor, sampling_slots: Tensor, row_slots: Tensor, query_lengths: Tensor, tables: Tables) -> None:
     """As `slots.advance`."""
     count, overlap = len(tokens), can_overlap(tokens.device)
     rows = (tokens, sampling_slots, row_slots, query_lengths)
     _advance[(cdiv(count, _BLOCK),)](
-        *rows, recent, generated, lengths, count, *recent.shape, _BLOCK, overlap, launch_pdl=overlap
+        *rows, *tables[:3], count, *tables.recent.shape, _BLOCK, overlap, launch_pdl=overlap
     )
 
 
