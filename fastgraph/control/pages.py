@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -127,7 +127,7 @@ class PagePool:
         lease._parts, lease.dropped = [pages], count
         return True
 
-    def publish(self, lease: Lease, keys: Sequence[bytes], step: int) -> None:
+    def publish(self, lease: Lease, keys: Iterable[bytes], step: int) -> None:
         """Let others find the pages after the lease's published ones, which `step` or an earlier one writes.
 
         It ends at a page whose twin is known already: what follows would be found after the twin, which this lease
@@ -135,15 +135,11 @@ class PagePool:
         """
         pages = lease.pages[lease.published :].tolist()
         before = int(lease.pages[lease.published - 1]) if lease.published else NULL_PAGE
-        for key, page in zip(keys, pages, strict=False):
-            if not self.tree.add(before, key, page, step):
-                break
-            lease.published += 1
-            before = page
+        lease.published += self.tree.add(before, keys, pages, step)
 
     def forget(self) -> None:
         """Free the cached pages: what comes now finds nothing of what was before."""
-        self._put([self.tree.evict() for _ in range(self.tree.unused)])
+        self._put(self.tree.evict(self.tree.unused))
 
     def _take(self, count: int) -> Int32:
         if not 0 <= count <= self.available:
@@ -151,7 +147,7 @@ class PagePool:
                 f"{count} pages asked for, {self.available} available: the scheduler must look before it takes"
             )
         if count > self._free:
-            self._put([self.tree.evict() for _ in range(count - self._free)])
+            self._put(self.tree.evict(count - self._free))
         self._free -= count
         self._leased += count
         taken: Int32 = self._stack[self._free : self._free + count][::-1].copy()
@@ -162,8 +158,7 @@ class PagePool:
         self._holders[pages] -= 1
         unheld = pages[self._holders[pages] == 0][::-1].tolist()  # the last page first, as the tree wants it
         self._leased -= len(unheld)
-        self.tree.let_go([page for page in unheld if page in self.tree])
-        self._put([page for page in unheld if page not in self.tree])
+        self._put(self.tree.let_go(unheld))
 
     def _put(self, pages: Sequence[int]) -> None:
         self._stack[self._free : self._free + len(pages)] = pages

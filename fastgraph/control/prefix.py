@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fastgraph.control.plan import NULL_PAGE, Int32
 
 
-def page_keys(tokens: Int32, page_size: int) -> list[bytes]:
-    """The tokens of each page that they fill: what a page is found by."""
+def page_keys(tokens: Int32, page_size: int) -> Iterator[bytes]:
+    """The tokens of each page that they fill: what a page is found by. Made when asked for, as most are not."""
     data, width = tokens.tobytes(), page_size * tokens.itemsize
-    return [data[i : i + width] for i in range(0, len(tokens) // page_size * width, width)]
+    return (data[i : i + width] for i in range(0, len(tokens) // page_size * width, width))
 
 
 class PrefixTree:
@@ -27,14 +27,11 @@ class PrefixTree:
         self._keys: dict[int, tuple[int, bytes]] = {}  # of each page
         self._unused: OrderedDict[int, None] = OrderedDict()  # the longest unused first
 
-    def __contains__(self, page: int) -> bool:
-        return page in self._keys
-
     @property
     def unused(self) -> int:
         return len(self._unused)
 
-    def find(self, keys: Sequence[bytes], step: int) -> tuple[list[int], bool]:
+    def find(self, keys: Iterable[bytes], step: int) -> tuple[list[int], bool]:
         """The pages that hold the longest known beginning of `keys`, and whether `step` is writing the one after it.
 
         Steps run in order, so what an earlier one writes is there when this one reads.
@@ -48,26 +45,34 @@ class PrefixTree:
             pages.append(page)
         return pages, False
 
-    def add(self, before: int, key: bytes, page: int, step: int) -> bool:
-        """Make a page known that a request holds. False if another page with the same content is known already."""
-        if (before, key) in self._found:
-            return False
-        self._found[before, key] = page, step
-        self._keys[page] = before, key
-        return True
+    def add(self, before: int, keys: Iterable[bytes], pages: Iterable[int], step: int) -> int:
+        """Make pages known that a request holds, the first of which follows `before`. Returns how many are known now.
 
-    def hold(self, pages: Sequence[int]) -> None:
+        It ends at a page whose content another page is known to hold already.
+        """
+        count = 0
+        for key, page in zip(keys, pages, strict=False):
+            place, entry = (before, key), (page, step)
+            if self._found.setdefault(place, entry) is not entry:
+                break
+            self._keys[page] = place
+            before = page
+            count += 1
+        return count
+
+    def hold(self, pages: Iterable[int]) -> None:
         """Requests hold these pages now that nobody held before."""
         for page in pages:
             del self._unused[page]
 
-    def let_go(self, pages: Sequence[int]) -> None:
-        """Nobody holds these pages any more. Each comes before the page that it follows."""
-        for page in pages:
-            self._unused[page] = None
+    def let_go(self, pages: Sequence[int]) -> list[int]:
+        """Nobody holds these pages any more. Each comes before the page that it follows. Returns the unknown ones."""
+        self._unused.update((page, None) for page in pages if page in self._keys)
+        return [page for page in pages if page not in self._keys]
 
-    def evict(self) -> int:
-        """Forget the page that has been unused for longest."""
-        page, _ = self._unused.popitem(last=False)
-        del self._found[self._keys.pop(page)]
-        return page
+    def evict(self, count: int) -> list[int]:
+        """Forget the pages that have been unused for longest: so many."""
+        pages = [self._unused.popitem(last=False)[0] for _ in range(count)]
+        for page in pages:
+            del self._found[self._keys.pop(page)]
+        return pages

@@ -43,7 +43,8 @@ from fastgraph.control.states import (
 from fastgraph.control.table import SlotTable
 from fastgraph.errors import RequestError
 
-PAGES_AHEAD = 4  # pages a decoding slot is given at once, so that most steps change no page table
+# Pages a decoding slot is given at once, so that most steps change no page table: the more if nobody waits for them.
+PAGES_AHEAD, MOST_AHEAD = 4, 16
 
 
 class Output(NamedTuple):
@@ -222,19 +223,25 @@ class Scheduler:
         else:
             self._enqueue(retract(state, answer, past), 0)
 
+    def _share(self) -> int:
+        """Pages to give a decoding slot at once. What one has ahead, another may lack, and be pushed out for it."""
+        most = PAGES_AHEAD
+        if not self.queue.head and not self.limits.window:
+            most = max(most, min(self.pool.free // (2 * self.running), MOST_AHEAD))
+        return min(self.pool.available // self.running, most)
+
     def _soon_cramped(self, slots: Int32) -> Int32:
         """Those of `slots` to give pages to. While there are plenty, many at once, so that most plans need none."""
-        plenty = not self.limits.window and self.pool.available >= 2 * PAGES_AHEAD * len(slots)
-        ahead = PAGES_AHEAD * self.limits.page_size // 2 if plenty else 0
+        share = self._share()
+        plenty = not self.limits.window and self.pool.available >= 2 * share * len(slots)
+        ahead = share * self.limits.page_size // 2 if plenty else 0
         cramped = self.table.cramped(slots, self.limits.multi_step + ahead)
         return cramped if len(cramped) <= self.pool.available else self.table.cramped(slots)  # who cannot do without
 
     def _grow_decoding(self, cramped: Int32) -> Int32:
         size = self.limits.page_size
         ask = -(-(self.table.limit[cramped] - 1) // size) - self.table.capacity[cramped] // size
-        # No more than a fair share: what one has ahead, another may lack, and be pushed out for it.
-        share = min(self.pool.available // self.running, PAGES_AHEAD)
-        return self._grow(cramped, np.minimum(ask, max(share, 1)))
+        return self._grow(cramped, np.minimum(ask, max(self._share(), 1)))
 
     def _leases(self, slots: Int32) -> list[Lease]:
         """Those of running requests, by their slots."""
@@ -311,7 +318,7 @@ class Scheduler:
         request, size = state.request, self.limits.page_size
         known = np.concatenate([request.prompt, state.answer])
         # The last token is computed in any case, for its logits.
-        keys = page_keys(known[:-1], size) if self.limits.prefix_cache else []
+        keys = page_keys(known[:-1], size) if self.limits.prefix_cache else ()
         found, being_written = self.pool.tree.find(keys, self._planned + 1)
         cached = len(found) * size
         span = replace(head, start=max(head.start, cached))
