@@ -15,14 +15,14 @@ from fastgraph.control.plan import NULL_SLOT, Admission, Int32, Limits, StepPlan
 from fastgraph.device.upload import upload
 from fastgraph.kernels.sampling import SamplerState
 
-# One int32 matrix holds every number of a slot, a row per field, so that admitting requests is one packed copy.
-# The float fields are stored as their bits.
+# An int32 matrix holds the numbers of a slot, a row per field. The float fields are stored as their bits.
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 INTS = (
     *("length", "prompt_length", "generated", "min_tokens", "logprobs"),
     *("top_k", "seed_low", "seed_high"),
 )
 FIELDS = {name: row for row, name in enumerate(FLOATS + INTS)}
+_ALIGN = 64  # numbers, to a multiple of which a table begins
 
 
 class SlotState(NamedTuple):
@@ -41,10 +41,20 @@ class Slots:
     def __init__(self, limits: Limits, model_vocab: int, device: torch.device) -> None:
         rows = limits.slots + 1
         self._device = device
-        self._pages_per_slot = -(-limits.max_model_len // limits.page_size)
-        self._fields = torch.zeros(len(FIELDS), rows, dtype=torch.int32, device=device)
-        self._page_table = torch.zeros(rows, self._pages_per_slot, dtype=torch.int32, device=device)
-        self._stop_ids = torch.full((rows, MAX_STOP_IDS), -1, dtype=torch.int32, device=device)
+        pages_per_slot = -(-limits.max_model_len // limits.page_size)
+        # What most plans change lies in one piece of memory: whatever a plan changes of it is one copy and one kernel.
+        shapes = ((rows, pages_per_slot), (len(FIELDS), rows), (rows, MAX_STOP_IDS))
+        sizes = [-(-height * width // _ALIGN) * _ALIGN for height, width in shapes]
+        self._tables = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        pages, self._fields, stop_ids = (
+            part[: shape[0] * shape[1]].view(shape)
+            for part, shape in zip(self._tables.split(sizes), shapes, strict=True)
+        )
+        stop_ids.fill_(-1)
+        # Where a table's rows begin in it.
+        self._pages_at = np.arange(rows) * pages_per_slot
+        self._fields_at = sizes[0] + np.arange(len(FIELDS)) * rows
+        self._stop_ids_at = sizes[0] + sizes[1] + np.arange(rows) * MAX_STOP_IDS
         self._bias_ids = torch.full((rows, MAX_LOGIT_BIAS), -1, dtype=torch.int32, device=device)
         self._bias_values = torch.zeros(rows, MAX_LOGIT_BIAS, device=device)
         self._output_counts = torch.zeros(rows, model_vocab, dtype=torch.int16, device=device)
@@ -62,7 +72,7 @@ class Slots:
             recent=self._recent,
             lengths=self._field("length"),
             prompt_lengths=self._field("prompt_length"),
-            page_table=self._page_table,
+            page_table=pages,
             sampler=SamplerState(
                 temperature=self._field("temperature"),
                 top_k=self._field("top_k"),
@@ -74,7 +84,7 @@ class Slots:
                 seed=self._fields[FIELDS["seed_low"] : FIELDS["seed_high"] + 1].T,
                 generated=self._field("generated"),
                 min_tokens=self._field("min_tokens"),
-                stop_ids=self._stop_ids,
+                stop_ids=stop_ids,
                 bias_ids=self._bias_ids,
                 bias_values=self._bias_values,
                 logprobs=self._field("logprobs"),
@@ -89,11 +99,16 @@ class Slots:
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the tables up to date with a plan, before its step runs."""
-        if plan.admissions:
-            self._admit(plan.admissions)
-        if len(plan.page_writes):
-            slot, index, page = upload(np.ascontiguousarray(plan.page_writes.T), self._device)
-            self._page_table[slot, index] = page
+        if not plan.admissions and not len(plan.page_writes):
+            return
+        slots, index, pages = plan.page_writes.T
+        places, values = [self._pages_at[slots] + index], [pages]
+        for admission in plan.admissions:
+            self._admit(admission)
+            places += [self._fields_at + admission.slot, self._stop_ids_at[admission.slot] + np.arange(MAX_STOP_IDS)]
+            values += [_pack(admission), _padded(admission.stop_ids, MAX_STOP_IDS)]
+        where, what = upload(np.stack([np.concatenate(places), np.concatenate(values)]).astype(np.int32), self._device)
+        self._tables[where] = what
 
     def advance(self, plan: StepPlan) -> NDArray[np.int64]:
         """Where in `state.recent`, made flat, the tokens of the plan will stand, one step's behind the other's.
@@ -105,18 +120,13 @@ class Slots:
         self._next[slots] += plan.repeats * len(self._next)
         return places.ravel()
 
-    def _admit(self, admissions: Sequence[Admission]) -> None:
-        rows = [np.concatenate([[a.slot], _pack(a), _padded(a.stop_ids, MAX_STOP_IDS)]) for a in admissions]
-        packed = upload(np.stack(rows, axis=1).astype(np.int32), self._device)  # [1 + fields + stop ids, admissions]
-        slots, fields = packed[0], packed[1 : 1 + len(FIELDS)]
-        self._fields[:, slots] = fields
-        self._stop_ids[slots] = packed[1 + len(FIELDS) :].T
-        for admission in admissions:
-            self._set_bias(admission.slot, admission.sampling)
-            if _penalised(admission.sampling):
-                self._set_history(admission)
-            self.wants_logprobs[admission.slot] = admission.sampling.logprobs
-            self._next[admission.slot] = admission.slot + len(admission.answer) * len(self._next)
+    def _admit(self, admission: Admission) -> None:
+        """What is seldom needed, and what the host keeps."""
+        self._set_bias(admission.slot, admission.sampling)
+        if _penalised(admission.sampling):
+            self._set_history(admission)
+        self.wants_logprobs[admission.slot] = admission.sampling.logprobs
+        self._next[admission.slot] = admission.slot + len(admission.answer) * len(self._next)
 
     def _set_bias(self, slot: int, sampling: SamplingParams) -> None:
         if slot in self._biased:
