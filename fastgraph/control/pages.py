@@ -88,21 +88,27 @@ class PagePool:
     def lease(self, count: int = 0) -> Lease:
         return Lease(self, self._take(count), published=0)
 
-    def unheld(self, pages: Sequence[int]) -> int:
-        """How many of these pages of the tree no lease has: to share them leaves so many fewer available."""
-        return int(np.count_nonzero(self._holders[list(pages)] == 0))
+    def unheld(self, pages: Int32) -> Int32:
+        """Those of these pages of the tree that no lease has: to share them leaves so many fewer available."""
+        unheld: Int32 = pages[self._holders[pages] == 0]
+        return unheld
 
-    def share(self, pages: Sequence[int]) -> Lease:
+    def share(self, pages: Int32) -> Lease:
         """A lease of pages that the tree has found."""
-        shared = np.array(pages, np.int32)
-        unheld = shared[self._holders[shared] == 0]
+        unheld = self.unheld(pages)
         self.tree.hold(unheld.tolist())
         self._leased += len(unheld)
-        self._holders[shared] += 1
-        return Lease(self, shared, published=len(shared))
+        self._holders[pages] += 1
+        return Lease(self, pages, published=len(pages))
+
+    def extend(self, lease: Lease, count: int) -> Int32:
+        """Put `count` more pages behind those of a lease; returns them."""
+        parts, taken = lease.parts, self._take(count)
+        parts.append(taken)
+        return taken
 
     def grow(self, leases: Sequence[Lease], counts: Int32) -> Int32:
-        """Put `counts[i]` more pages behind those of `leases[i]`; returns them all, in that order.
+        """`extend` of `leases[i]` by `counts[i]`; returns all the pages, in that order.
 
         Many at once, because a thousand decoding slots may need a page in the same step.
         """

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from fastgraph.control.plan import NULL_PAGE, Int32
 
 
@@ -31,19 +33,20 @@ class PrefixTree:
     def unused(self) -> int:
         return len(self._unused)
 
-    def find(self, keys: Iterable[bytes], step: int) -> tuple[list[int], bool]:
+    def find(self, keys: Iterable[bytes], step: int) -> tuple[Int32, bool]:
         """The pages that hold the longest known beginning of `keys`, and whether `step` is writing the one after it.
 
         Steps run in order, so what an earlier one writes is there when this one reads.
         """
         pages: list[int] = []
-        page = NULL_PAGE
+        page, being_written = NULL_PAGE, False
         for key in keys:
             page, written = self._found.get((page, key), (NULL_PAGE, 0))
-            if page == NULL_PAGE or written >= step:
-                return pages, page != NULL_PAGE
+            being_written = written >= step
+            if page == NULL_PAGE or being_written:
+                break
             pages.append(page)
-        return pages, False
+        return np.array(pages, np.int32), being_written
 
     def add(self, before: int, keys: Iterable[bytes], pages: Iterable[int], step: int) -> int:
         """Make pages known that a request holds, the first of which follows `before`. Returns how many are known now.

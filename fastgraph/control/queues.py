@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class SpanQueue:
         assert head is not None
         self._spans.pop(head.request_id, None)
         cut = min(head.start + tokens, head.stop)
-        self._bitten = replace(head, start=cut) if cut < head.stop else None
-        return replace(head, stop=cut)
+        self._bitten = Span(head.request_id, cut, head.stop) if cut < head.stop else None
+        return Span(head.request_id, head.start, cut)
 
     def remove(self, request_id: int) -> None:
         """Nothing happens if the request has no span here."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from itertools import repeat
 from math import isnan
 from numbers import Real
@@ -268,10 +267,10 @@ class Scheduler:
     def _extend(self, state: Prefilling, tokens: int, draft: Draft) -> None:
         """`_grow` for one slot, which is to hold `tokens`."""
         slot, lease, size = state.resources.slot, state.resources.lease, self.limits.page_size
-        held = len(lease)
-        self.pool.grow([lease], np.array([-(-tokens // size) - held]))
-        self.table.capacity[slot] = len(lease) * size
-        draft.write_pages(slot, held, lease.pages[held:])
+        held, wanted = len(lease), -(-tokens // size)
+        if held < wanted:
+            draft.write_pages(slot, held, self.pool.extend(lease, wanted - held))
+            self.table.capacity[slot] = wanted * size
 
     def _prefill(self, budget: int, draft: Draft) -> None:
         """Fill the step's token budget from the head of the queue. The head is never overtaken."""
@@ -321,8 +320,8 @@ class Scheduler:
         keys = page_keys(known[:-1], size) if self.limits.prefix_cache else ()
         found, being_written = self.pool.tree.find(keys, self._planned + 1)
         cached = len(found) * size
-        span = replace(head, start=max(head.start, cached))
-        room = self.pool.available - self.pool.unheld(found)
+        span = Span(head.request_id, max(head.start, cached), head.stop)
+        room = self.pool.available - len(self.pool.unheld(found))
         tokens = self._chunk(span, budget, len(found) + room)
         # What another prompt is having computed in this very step can be shared in the next one.
         if being_written or not tokens or not self._fits(state, len(known) - cached, room):
