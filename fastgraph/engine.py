@@ -173,8 +173,10 @@ class Engine:
 
         Raises `RequestError` if one of them cannot be served, and then none is; `EngineDied` after the end.
         """
+        prompts = {id(ask.prompt): ask.prompt for ask in asks}  # several answers to one are looked through once
+        known = {key: _known_ids("prompt token", ids, self.limits.vocab) for key, ids in prompts.items()}
         with self._order:
-            tickets = [Ticket(self._request(ask), ask) for ask in asks]
+            tickets = [Ticket(self._request(ask, known[id(ask.prompt)]), ask) for ask in asks]
 
             def enter() -> None:
                 for ticket in tickets:
@@ -317,15 +319,14 @@ class Engine:
             del self._tickets[output.request_id]
         return enough
 
-    def _request(self, ask: Ask) -> Request:
-        """Raises `RequestError` if it cannot be served."""
+    def _request(self, ask: Ask, ids: Int32) -> Request:
+        """ids: of the prompt. Raises `RequestError` if it cannot be served."""
         sampling, vocab = ask.sampling, self.limits.vocab
-        ids = _known_ids("prompt token", ask.prompt, vocab)
         _known_ids("stop_token_ids", ask.stop_ids, vocab)
         _known_ids("logit_bias", list(sampling.logit_bias), vocab)
         if len(ask.stop_ids) > MAX_STOP_IDS:
             raise RequestError(f"{len(ask.stop_ids)} stop ids, the model's own included; {MAX_STOP_IDS} is the most")
-        prompt = len(ask.prompt)
+        prompt = len(ids)
         room = self.limits.max_model_len - prompt
         request = Request(
             id=next(self._ids),

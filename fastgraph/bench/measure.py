@@ -105,7 +105,7 @@ def ask(llm: LLM, turn: Turn, temperature: float, seed: int, text: TextStream | 
     ids = turn.ids if max(turn.ids) < vocab or not turn.ignore_eos else [i % vocab for i in turn.ids]
     eos = llm.tokenizer.eos_ids if llm.tokenizer and not turn.ignore_eos else ()
     sampling = SamplingParams(temperature=temperature, max_tokens=turn.max_tokens, ignore_eos=turn.ignore_eos)
-    return Ask(list(ids), sampling, seed, tuple(sorted(eos)), text)
+    return Ask(ids, sampling, seed, tuple(sorted(eos)), text)
 
 
 def check_tokenizer(llm: LLM) -> Tokenizer:

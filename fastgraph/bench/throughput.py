@@ -48,7 +48,7 @@ def all_turns(
     llm: LLM, workload: Workload, temperature: float, seed: int, decode_text: bool, tell: Callable[[float], None]
 ) -> list[Round]:
     """Ask everything. A later turn's prompt is all that was said in its session, answers included."""
-    histories: list[list[int]] = [[] for _ in workload]
+    histories: list[Sequence[int]] = [[] for _ in workload]
     rounds: list[Round] = []
     longest = max(map(len, workload))
     for number in range(longest):
@@ -57,7 +57,8 @@ def all_turns(
         turns = []
         for place in going:
             turn = workload[place][number]
-            histories[place] += turn.ids
+            # What sessions begin with stays one list, if they share it: so do the answers to one prompt elsewhere.
+            histories[place] = [*histories[place], *turn.ids] if histories[place] else turn.ids
             turns.append(Turn(histories[place], turn.max_tokens, turn.ignore_eos))
         seconds, runs = measure.run_together(
             llm, turns, temperature=temperature, seed=seed, decode=decode_text,
@@ -67,7 +68,7 @@ def all_turns(
         costs = limit.costs((turn.ids, before, len(run.token_ids)) for turn, before, run in asked)
         rounds.append(Round(seconds, runs, costs))
         for place, run in zip(going, runs, strict=True):
-            histories[place] += run.token_ids
+            histories[place] = [*histories[place], *run.token_ids]
     return rounds
 
 
