@@ -98,9 +98,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width, dtype=torch.float32))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
-
 
 class Attention(nn.Module):
     def __init__(self, config: Config, window: int) -> None:
@@ -144,7 +141,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`forward` is `embed` and then every block; `head` follows, on the rows that are sampled."""
+    """The engine calls `embed`, then every block of `layers`, then `head` on the rows that are sampled."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -162,13 +159,6 @@ class Model(nn.Module):
         x = self.embedding(batch.ids)
         whole, local = (rope(batch.positions, batch.sequence_lengths) for rope in self.ropes)
         return x * x.new_full((), self.scale), (whole, local)  # the scale is rounded to the model's dtype first
-
-    def forward(self, batch: ops.Batch, caches: list[ops.LayerCache]) -> Tensor:
-        """The hidden states after the last block, before the final norm. [tokens, hidden]"""
-        x, ropes = self.embed(batch)
-        for block, cache in zip(self.layers, caches, strict=True):
-            x = block(x, ropes, cache, batch)
-        return x
 
     def head(self, x: Tensor) -> Tensor:
         """Final norm and logits. [rows, hidden] -> [rows, vocab]"""

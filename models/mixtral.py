@@ -128,7 +128,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`forward` is `embed` and then every block; `head` follows, on the rows that are sampled."""
+    """The engine calls `embed`, then every block of `layers`, then `head` on the rows that are sampled."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -141,13 +141,6 @@ class Model(nn.Module):
     def embed(self, batch: ops.Batch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The embedded tokens [tokens, hidden], and the rope that all blocks share."""
         return self.embedding(batch.ids), self.rope(batch.positions, batch.sequence_lengths)
-
-    def forward(self, batch: ops.Batch, caches: list[ops.LayerCache]) -> Tensor:
-        """The hidden states after the last block, before the final norm. [tokens, hidden]"""
-        x, rope = self.embed(batch)
-        for block, cache in zip(self.layers, caches, strict=True):
-            x = block(x, rope, cache, batch)
-        return x
 
     def head(self, x: Tensor) -> Tensor:
         """Final norm and logits. [rows, hidden] -> [rows, vocab]"""

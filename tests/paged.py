@@ -34,6 +34,14 @@ class Piece:
     whole: int = 0
 
 
+def forward(model: Any, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
+    """The hidden states after the last block, before the final norm. [tokens, hidden]"""
+    x, shared = model.embed(batch)
+    for block, cache in zip(model.layers, caches, strict=True):
+        x = block(x, shared, cache, batch)
+    return x
+
+
 class Paged:
     """Caches, a scrambled page table and lengths for `slots` sequences of up to `span` tokens each."""
 
@@ -75,11 +83,11 @@ class Paged:
         tensors = (torch.tensor(c, dtype=torch.int32, device=self.lengths.device) for c in columns)
         return Batch(*tensors, self.lengths, self.page_table)
 
-    def step(self, model: Any, pieces: Sequence[Piece], forward: Any = None) -> list[Tensor]:
+    def step(self, model: Any, pieces: Sequence[Piece], forward: Any = forward) -> list[Tensor]:
         """Run one step and advance the lengths. A row's result is the logits of its tokens. [tokens, vocab]"""
         batch = self.batch(pieces)
         serving.begin_step()
-        logits = model.head((forward or model)(batch, self.caches))
+        logits = model.head(forward(model, batch, self.caches))
         for piece in pieces:
             if piece.slot:
                 self.lengths[piece.slot] += len(piece.ids)

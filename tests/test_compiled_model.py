@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged import Paged, Piece
+from paged import Paged, Piece, forward
 from torch import Tensor
 from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.utils import counters
@@ -42,7 +42,7 @@ STEPS = (
     [Piece(slot, [slot]) for slot in (4, 3, 2, 1)],
     [Piece(3, [2])],
 )
-Forward = Callable[[Batch, list[LayerCache]], Tensor]
+Forward = Callable[[llama.Model, Batch, list[LayerCache]], Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -73,33 +73,33 @@ def marked(batch: Batch) -> Batch:
     return batch
 
 
-def whole(model: llama.Model) -> Forward:
-    compiled = torch.compile(model, fullgraph=True)
-    return lambda batch, caches: compiled(marked(batch), caches)
+def whole() -> Forward:
+    compiled = torch.compile(forward, fullgraph=True)
+    return lambda model, batch, caches: compiled(model, marked(batch), caches)
 
 
-def by_block(model: llama.Model) -> Forward:
+def by_block() -> Forward:
     """One compiled function for all layers."""
     compiled = torch.compile(llama.Block.forward, fullgraph=True)
 
-    def forward(batch: Batch, caches: list[LayerCache]) -> Tensor:
+    def run(model: llama.Model, batch: Batch, caches: list[LayerCache]) -> Tensor:
         x, rope = model.embed(marked(batch))
         for block, cache in zip(model.layers, caches, strict=True):
             mark(x, *rope)
             x = compiled(block, x, rope, cache, batch)
         return x
 
-    return forward
+    return run
 
 
 @pytest.mark.parametrize("compiled", [whole, by_block])
-def test_one_graph_serves_every_batch(compiled: Callable[[llama.Model], Forward], model: llama.Model) -> None:
-    forward = compiled(model)
+def test_one_graph_serves_every_batch(compiled: Callable[[], Forward], model: llama.Model) -> None:
+    run = compiled()
     got, want = (Paged(CONFIG, slots=4, span=48) for _ in range(2))
     stance: Any = "default"
     for pieces in STEPS:
         with torch.compiler.set_stance(stance):
-            logits = got.step(model, pieces, forward)
+            logits = got.step(model, pieces, run)
         for compiled_row, eager_row in zip(logits, want.step(model, pieces), strict=True):
             torch.testing.assert_close(compiled_row, eager_row, rtol=1e-5, atol=2e-6)
         stance = "fail_on_recompile"  # the first step's graph is the only one
@@ -109,12 +109,12 @@ def test_one_graph_serves_every_batch(compiled: Callable[[llama.Model], Forward]
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_the_first_batch_may_have_any_size(rows: int, model: llama.Model) -> None:
     """A graph traced from one row, where sizes often specialise, serves larger batches; and the other way round."""
-    forward = by_block(model)
+    run = by_block()
     got, want = (Paged(CONFIG, slots=3, span=48) for _ in range(2))
     for count, stance in ((rows, "default"), (3, "fail_on_recompile"), (1, "fail_on_recompile")):
         pieces = [Piece(slot, [slot]) for slot in range(1, count + 1)]
         with torch.compiler.set_stance(stance):
-            logits = got.step(model, pieces, forward)
+            logits = got.step(model, pieces, run)
         for compiled_row, eager_row in zip(logits, want.step(model, pieces), strict=True):
             torch.testing.assert_close(compiled_row, eager_row, rtol=1e-5, atol=2e-6)
 
@@ -126,8 +126,8 @@ def test_the_caches_are_written_in_place_and_never_copied(model: llama.Model) ->
     pieces = [Piece(1, [3, 1, 4, 1, 5, 9], 6), Piece(2, [1])]
     eager.step(model, pieces)
     where = [t.data_ptr() for cache in paged.caches for t in cache]
-    compiled = torch.compile(model, fullgraph=True)
-    _, (code, *_) = run_and_get_code(compiled, marked(paged.batch(pieces)), paged.caches)
+    compiled = torch.compile(forward, fullgraph=True)
+    _, (code, *_) = run_and_get_code(compiled, model, marked(paged.batch(pieces)), paged.caches)
     assert [t.data_ptr() for cache in paged.caches for t in cache] == where
     for cache, expected in zip(paged.caches, eager.caches, strict=True):
         for got, want in zip(cache, expected, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_helpers import DEVICE, load
-from paged import Paged, Piece, copy_weights
+from paged import Paged, Piece, copy_weights, forward
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -131,9 +131,10 @@ def test_what_a_captured_step_is_padded_with_changes_no_logit(
     plain, padded = (Paged(shape, slots=3, span=20, page_size=16, device=DEVICE) for _ in "ab")
     nobody = torch.zeros(max(unowned, empty), dtype=torch.int32, device=DEVICE)
 
-    def forward(batch: ops.Batch, caches: list[ops.LayerCache]) -> torch.Tensor:
+    def run(model: Any, batch: ops.Batch, caches: list[ops.LayerCache]) -> torch.Tensor:
         tokens = {name: getattr(batch, name) for name in ("ids", "positions", "sequence_lengths", "token_slots")}
-        x = model(
+        x = forward(
+            model,
             batch._replace(
                 **{name: torch.cat([x, nobody[:unowned]]) for name, x in tokens.items()},
                 slots=torch.cat([batch.slots, nobody[:empty]]),
@@ -149,5 +150,5 @@ def test_what_a_captured_step_is_padded_with_changes_no_logit(
         [Piece(1, ids[0][:9], whole=9), Piece(2, ids[1][:1], whole=1)],
         [Piece(2, ids[1][1:2]), Piece(1, ids[0][9:10]), Piece(3, ids[2][:5], whole=5)],
     ):
-        for got, want in zip(padded.step(model, pieces, forward), plain.step(model, pieces), strict=True):
+        for got, want in zip(padded.step(model, pieces, run), plain.step(model, pieces), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
