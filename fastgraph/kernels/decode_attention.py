@@ -54,7 +54,9 @@ def decode_attention(
     stays there. In plain PyTorch: `attention_reference`.
     """
     _, heads, head_dim = q.shape
-    kv_heads, page_size = k.shape[1], pages.k_cache.shape[1]
+    cos, sin, q_norm, k_norm, eps = turn
+    k_cache, v_cache, page_table, *_ = pages
+    kv_heads, page_size = k.shape[1], k_cache.shape[1]
     columns = power_of_two(heads // kv_heads)
     plan = split_plan(kv_heads, head_dim, multiprocessors(q.device))
     splits, new = serving.once(("decode_attention", plan, window), lambda: lay_out(pages, plan, window))
@@ -63,45 +65,16 @@ def decode_attention(
     parts = q.new_empty((most, heads, head_dim), dtype=torch.float32)
     totals = q.new_empty((most, heads, 2), dtype=torch.float32)
     overlap = can_overlap(q.device)
-    _decode[(kv_heads, most)](
-        q,
-        k,
-        v,
-        turn.cos,
-        turn.sin,
-        turn.q_norm,
-        turn.k_norm,
-        pages.k_cache,
-        pages.v_cache,
-        pages.page_table,
-        splits,
-        sinks,
-        out,
-        parts,
-        totals,
-        counters(q.device),
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        pages.page_table.stride(0),
-        turn.eps,
-        scale * math.log2(math.e),
-        window,
-        heads,
-        kv_heads,
-        head_dim,
-        page_size,
-        0 if turn.cos is None else turn.cos.shape[1],
-        plan.block,
-        columns,
-        max(columns, 8),
-        _STAGES,
-        overlap,
-        num_warps=1,
-        # Launched plainly it begins when the splits are laid out, and no later kernel begins before it: so all the
-        # others may read them without waiting.
-        launch_pdl=overlap and not new,
-    )
+    read = (q, k, v, cos, sin, q_norm, k_norm, k_cache, v_cache, page_table, splits, sinks)
+    written = (out, parts, totals, counters(q.device))
+    strides = (q.stride(0), k.stride(0), v.stride(0), page_table.stride(0))
+    half = 0 if cos is None else cos.shape[1]
+    sizes = (heads, kv_heads, head_dim, page_size, half, plan.block, columns, max(columns, 8), _STAGES)
+    # Launched plainly it begins when the splits are laid out, and no later kernel begins before it: so all the others
+    # may read them without waiting.
+    launch = {"num_warps": 1, "launch_pdl": overlap and not new}
+    numbers = (eps, scale * math.log2(math.e), window)
+    _decode[(kv_heads, most)](*read, *written, *strides, *numbers, *sizes, overlap, **launch)
     return out
 
 

@@ -53,7 +53,7 @@ def linear(
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
     if rows == 1 or (rows == 2 and weight.numel() <= _SMALL // 2):
-        return _vector(x, weight, bias, norm, eps, gated, residual, activation, vector_plan(n, k, gated))
+        return _vector(x, weight, bias, norm, eps, gated, residual, activation)
     if norm is not None:
         x = rms_norm(x, norm, eps)
     # float32 is for comparing, not for speed, and tensor cores would round it.
@@ -94,31 +94,15 @@ def _vector(
     gated: bool,
     residual: Tensor | None,
     activation: str,
-    plan: VectorPlan,
 ) -> Tensor:
     rows, k = x.shape
     n = weight.shape[0] // (2 if gated else 1)
+    plan = vector_plan(n, k, gated)
     y = x.new_empty(rows, n) if residual is None else residual
     overlap = can_overlap(x.device)
-    _vector_kernel[(cdiv(n, plan.block),)](
-        x,
-        norm,
-        weight,
-        bias,
-        residual,
-        y,
-        eps,
-        n,
-        k,
-        rows,
-        plan.block,
-        power_of_two(k),
-        gated,
-        activation == "gelu",
-        overlap,
-        num_warps=plan.warps,
-        launch_pdl=overlap,
-    )
+    grid, tensors = (cdiv(n, plan.block),), (x, norm, weight, bias, residual, y)
+    sizes, kind = (n, k, rows, plan.block, power_of_two(k)), (gated, activation == "gelu")
+    _vector_kernel[grid](*tensors, eps, *sizes, *kind, overlap, num_warps=plan.warps, launch_pdl=overlap)
     return y
 
 
@@ -251,29 +235,12 @@ def _tiled(
     if plan.splits > 1:
         parts = x.new_empty(tiles * plan.splits * plan.rows * plan.outputs, dtype=torch.float32)
     overlap = can_overlap(x.device)
-    _tiled_kernel[grid](
-        TensorDescriptor.from_tensor(x, [plan.rows, plan.depth]),
-        TensorDescriptor.from_tensor(weight, [plan.outputs, plan.depth]),
-        weight,
-        bias,
-        residual,
-        y,
-        parts,
-        counters(x.device),
-        rows,
-        n,
-        k,
-        plan.rows,
-        plan.outputs,
-        plan.depth,
-        plan.splits,
-        plan.stages,
-        gated,
-        activation == "gelu",
-        overlap,
-        num_warps=plan.warps,
-        launch_pdl=overlap,
-    )
+    x_tiles = TensorDescriptor.from_tensor(x, [plan.rows, plan.depth])
+    weight_tiles = TensorDescriptor.from_tensor(weight, [plan.outputs, plan.depth])
+    tensors = (x_tiles, weight_tiles, weight, bias, residual, y, parts, counters(x.device))
+    sizes = (rows, n, k, plan.rows, plan.outputs, plan.depth, plan.splits, plan.stages)
+    kind = (gated, activation == "gelu")
+    _tiled_kernel[grid](*tensors, *sizes, *kind, overlap, num_warps=plan.warps, launch_pdl=overlap)
     return y
 
 

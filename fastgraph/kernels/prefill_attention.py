@@ -54,40 +54,20 @@ def prefill_attention(
     that belongs to no row is left unwritten, and without `single` that of a row's only token.
     """
     tokens, heads, head_dim = q.shape
-    page_size, kv_heads = pages.k_cache.shape[1:3]
+    k_cache, v_cache, page_table, lengths, slots, query_start, *_ = pages
+    page_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
-    rows = len(pages.slots)
+    rows = len(slots)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     plan = block_plan(head_dim, q.element_size(), shared_memory(q.device))
     block_m = max(plan.queries, power_of_two(group))
     options = {"maxnreg": plan.registers} if plan.registers and q.is_cuda else {}
     # Each row wastes at most one block, so this many blocks are enough, whatever the rows' lengths.
-    _prefill[(kv_heads, tokens // (block_m // group) + rows)](
-        q,
-        pages.k_cache,
-        pages.v_cache,
-        pages.page_table,
-        pages.lengths,
-        pages.slots,
-        pages.query_start,
-        sinks,
-        out,
-        rows,
-        q.stride(0),
-        pages.page_table.stride(0),
-        scale * math.log2(math.e),
-        window,
-        heads,
-        kv_heads,
-        head_dim,
-        page_size,
-        block_m,
-        plan.keys,
-        plan.stages,
-        single,
-        num_warps=plan.warps,
-        **options,
-    )
+    grid = (kv_heads, tokens // (block_m // group) + rows)
+    tensors = (q, k_cache, v_cache, page_table, lengths, slots, query_start, sinks, out)
+    numbers = (rows, q.stride(0), page_table.stride(0), scale * math.log2(math.e), window)
+    sizes = (heads, kv_heads, head_dim, page_size, block_m, plan.keys, plan.stages)
+    _prefill[grid](*tensors, *numbers, *sizes, single, num_warps=plan.warps, **options)
     return out
 
 

@@ -21,42 +21,19 @@ def rotate_and_write(q: Tensor, k: Tensor, v: Tensor, turn: Turn, pages: Pages) 
     `rotate_and_write_reference`.
     """
     tokens, heads, head_dim = q.shape
+    cos, sin, q_norm, k_norm, eps = turn
     kv_heads, page_size = k.shape[1], pages.k_cache.shape[1]
-    half = 0 if turn.cos is None else turn.cos.shape[1]
+    half = 0 if cos is None else cos.shape[1]
     q_heads = heads if half else 0  # that there is anything to do for
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format) if half else q
     overlap = can_overlap(q.device)
     grid = (cdiv(tokens, _TOKENS), q_heads + 2 * kv_heads)
-    _rotate_and_write[grid](
-        q,
-        k,
-        v,
-        turn.cos,
-        turn.sin,
-        turn.q_norm,
-        turn.k_norm,
-        pages.k_cache,
-        pages.v_cache,
-        pages.page_table,
-        pages.positions,
-        pages.token_slots,
-        q_out,
-        tokens,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        pages.page_table.stride(0),
-        turn.eps,
-        q_heads,
-        kv_heads,
-        head_dim,
-        page_size,
-        half,
-        _TOKENS,
-        overlap,
-        num_warps=4,
-        launch_pdl=overlap,
-    )
+    where = (pages.k_cache, pages.v_cache, pages.page_table, pages.positions, pages.token_slots)
+    strides = (q.stride(0), k.stride(0), v.stride(0), pages.page_table.stride(0))
+    sizes = (q_heads, kv_heads, head_dim, page_size, half, _TOKENS)
+    read = (q, k, v, cos, sin, q_norm, k_norm, *where)
+    launch = {"num_warps": 4, "launch_pdl": overlap}
+    _rotate_and_write[grid](*read, q_out, tokens, *strides, eps, *sizes, overlap, **launch)
     return q_out
 
 

@@ -92,19 +92,8 @@ def sample_rows(logits: Tensor, slots: Tensor, vocab_limit: int, state: SamplerS
     # Products and sums stay apart, as in PyTorch; where fusing them is wanted, the kernels say so.
     options = {"enable_fp_fusion": False, "launch_pdl": overlap}
     scan[(tiles, rows)](*shared, *lengths, vector, overlap, num_warps=LANES.value // 32, **options)
-    _choose[(rows,)](
-        *shared,
-        listed,
-        out,
-        _NEAR,
-        vector,
-        most,
-        power_of_two(most),
-        overlap,
-        num_warps=8,
-        maxnreg=128,
-        **options,
-    )
+    sizes = (vector, most, power_of_two(most))
+    _choose[(rows,)](*shared, listed, out, _NEAR, *sizes, overlap, num_warps=8, maxnreg=128, **options)
 
 
 @triton.jit
