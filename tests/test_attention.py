@@ -37,7 +37,7 @@ class Problem:
 
     def all(self, scale: float, window: int) -> tuple:
         """The op's arguments: q and k come rotated."""
-        return (*self.args[:3], None, None, None, None, 0.0, *self.args[3:], scale, window)
+        return (*self.args[:3], None, None, None, None, 0.0, *self.args[3:], scale, window, None)
 
     def attend(self, scale: float, window: int) -> Tensor:
         return attention(*self.all(scale, window))

@@ -17,7 +17,7 @@ _LIBRARY = torch.library.Library("fastgraph", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, float eps, "
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor page_table, Tensor lengths, Tensor slots, Tensor query_start, "
-    "Tensor positions, Tensor token_slots, float scale, int window, Tensor? sinks=None) -> Tensor"
+    "Tensor positions, Tensor token_slots, float scale, int window, Tensor? sinks) -> Tensor"
 )
 
 attention = torch.ops.fastgraph.attention.default
@@ -54,36 +54,17 @@ class Pages(NamedTuple):
     token_slots: Tensor  # [tokens] int32
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    slots: Tensor,
-    query_start: Tensor,
-    positions: Tensor,
-    token_slots: Tensor,
-    scale: float,
-    window: int,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Norm and rotate q and k, write k and v into the pages, attend causally over all that each row has there.
 
-    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], heads a multiple of kv_heads. The rest as in
-    `Turn` and `Pages`. `window` > 0 lets a token see only itself and the `window - 1` before it. sinks: [heads], a
-    logit that takes part in each softmax and whose share is lost (arXiv:2309.17453). Returns [tokens, heads, head_dim].
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], heads a multiple of kv_heads. rest: the
+    parts of a `Turn` and of `Pages`, then scale, window and sinks. `window` > 0 lets a token see only itself and the
+    `window - 1` before it. sinks: [heads] or None, a logit that takes part in each softmax and whose share is lost
+    (arXiv:2309.17453). Returns [tokens, heads, head_dim].
     """
-    turn = Turn(cos, sin, q_norm, k_norm, eps)
-    pages = Pages(k_cache, v_cache, page_table, lengths, slots, query_start, positions, token_slots)
-    op = "decode_attention" if len(q) == len(slots) else "prefill_attention"  # one token a row, or chunks too
+    turn, pages = Turn(*rest[:5]), Pages(*rest[5:13])
+    scale, window, sinks = rest[13:]
+    op = "decode_attention" if len(q) == len(pages.slots) else "prefill_attention"  # one token a row, or chunks too
     kernel = serving.kernels(q.device.type)[op]
     return kernel(q, k, v, turn, pages, scale, window, *(() if sinks is None else (sinks,)))
 
@@ -92,9 +73,7 @@ _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("fastgraph::attention", lib=_LIBRARY)
-def _(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None, *rest: Any
-) -> Tensor:
-    window, sinks = (*rest[11:], None)[:2]
-    serving.ask(rope=cos is not None, norms=q_norm is not None, window=window > 0, sinks=sinks is not None)
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    turn, (window, sinks) = Turn(*rest[:5]), rest[-2:]
+    serving.ask(rope=turn.cos is not None, norms=turn.q_norm is not None, window=window > 0, sinks=sinks is not None)
     return torch.empty_like(q, memory_format=torch.contiguous_format)
