@@ -109,19 +109,15 @@ def attention_reference(
     # Rows in one call are padded to the longest; where that would more than double the work, each goes alone.
     if len(single) > 1 and len(single) * max(totals) <= 2 * sum(totals):
         if len(single) == len(rows):
-            _attend_single_tokens(q, k, v, pages, slots, totals, out, scale, window, sinks)
-            return out
-        tokens = torch.tensor([start for _, start, _, _ in single], device=q.device)
+            return _attend_single_tokens(q, k, v, pages, slots, totals, scale, window, sinks)
+        at = torch.tensor([start for _, start, _, _ in single], device=q.device)
         slots = torch.tensor([slot for slot, *_ in single], device=q.device)
-        q_part = q[tokens]
-        part = torch.empty_like(q_part)
-        _attend_single_tokens(q_part, k[tokens], v[tokens], pages, slots, totals, part, scale, window, sinks)
-        out[tokens] = part
+        out[at] = _attend_single_tokens(q[at], k[at], v[at], pages, slots, totals, scale, window, sinks)
         rows = [row for row in rows if row[2] != 1]
     for slot, start, count, total in rows:
         if count:
             mine = slice(start, start + count)
-            _attend_one_row(q[mine], k[mine], v[mine], pages, slot, total, out[mine], scale, window, sinks)
+            out[mine] = _attend_one_row(q[mine], k[mine], v[mine], pages, slot, total, scale, window, sinks)
     return out
 
 
@@ -132,12 +128,11 @@ def _attend_single_tokens(
     pages: Pages,
     slots: Tensor,
     totals: list[int],
-    out: Tensor,
     scale: float,
     window: int,
     sinks: Tensor | None,
-) -> None:
-    """Rows of one token each, padded to the longest. q, out: [rows, heads, head_dim]"""
+) -> Tensor:
+    """Rows of one token each, padded to the longest. q: [rows, heads, head_dim], as the result is."""
     rows, heads, head_dim = q.shape
     page_size, kv_heads = pages.k_cache.shape[1:3]
     table = pages.page_table.index_select(0, slots)[:, : -(-max(totals) // page_size)].tolist()
@@ -152,7 +147,7 @@ def _attend_single_tokens(
     # The heads that share keys become the query positions of one head, so that a key is read once.
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
     y = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-    out.copy_(y.reshape(rows, heads, head_dim))
+    return y.reshape(rows, heads, head_dim).contiguous()
 
 
 @lru_cache(maxsize=1)  # all layers of a step ask for the same
@@ -187,12 +182,11 @@ def _attend_one_row(
     pages: Pages,
     slot: int,
     total: int,
-    out: Tensor,
     scale: float,
     window: int,
     sinks: Tensor | None,
-) -> None:
-    """The tokens of one row, the last of them at position total - 1. q, out: [tokens, heads, head_dim]"""
+) -> Tensor:
+    """The tokens of one row, the last of them at position total - 1. q: [tokens, heads, head_dim], as the result is."""
     tokens, heads, head_dim = q.shape
     page_size, kv_heads = pages.k_cache.shape[1:3]
     lowest = max(0, total - tokens + 1 - window) if window else 0  # no token sees what is before it
@@ -206,8 +200,7 @@ def _attend_one_row(
         if sinks is not None:
             keys, values, mask = _with_sinks(keys, values, q.new_zeros(keys.shape[1]), sinks.view(kv_heads, -1, 1))
         y = F.scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask, scale=scale)
-        out.copy_(y.reshape(1, heads, head_dim))
-        return
+        return y.reshape(1, heads, head_dim)
     span = total - lowest
     mask = None
     causal = span == tokens and (window == 0 or window >= tokens) and sinks is None
@@ -229,7 +222,7 @@ def _attend_one_row(
         scale=scale,
         enable_gqa=heads != kv_heads,
     )
-    out.copy_(y[0].transpose(0, 1))
+    return y[0].transpose(0, 1)
 
 
 def _with_sinks(keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
