@@ -27,6 +27,7 @@ from fastgraph.config import EngineConfig
 from fastgraph.device.builder import settle_device, settle_dtype
 from fastgraph.errors import ConfigError, ModelError
 from fastgraph.llm import LLM
+from fastgraph.loading.files import Progress
 from fastgraph.terminal import Loading, load
 
 # The workload's name -> what makes it, and which of its numbers --requests sets.
@@ -89,7 +90,7 @@ def run_load(config: EngineConfig, kind: str, options: dict[str, Any], json_to: 
 
 
 @contextmanager
-def _loaded(config: EngineConfig) -> Iterator[tuple[LLM, roofline.Roofline, latency.Tell]]:
+def _loaded(config: EngineConfig) -> Iterator[tuple[LLM, roofline.Roofline, Progress]]:
     """The engine, its roofline, and what shows progress."""
     device = settle_device(config)
     dtype, shaped = settle_dtype(config, device), with_shape(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -12,13 +12,12 @@ from fastgraph.bench.measure import Run, percentile, spread
 from fastgraph.bench.roofline import Roofline
 from fastgraph.errors import ConfigError
 from fastgraph.llm import LLM
-
-Tell = Callable[[str, "float | None"], None]
+from fastgraph.loading.files import Progress
 
 
 def bench(
     llm: LLM, roofline: Roofline, *, batches: Sequence[int], n_in: int, n_out: int, repeats: int,
-    temperature: float, seed: int, tell: Tell,
+    temperature: float, seed: int, tell: Progress,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each batch size. Repeats go round all sizes in turn, so that a slow spell of the machine hits all."""
     if max(batches) > llm.limits.slots:

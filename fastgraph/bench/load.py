@@ -12,6 +12,7 @@ from fastgraph.bench.measure import COUNTERS, Run, percentile, spread
 from fastgraph.bench.steplog import Float64, StepLog, Steps
 from fastgraph.bench.workloads import Workload
 from fastgraph.llm import LLM
+from fastgraph.loading.files import Progress
 
 PERCENTILES = (50, 90, 99)
 TIMES = ("queued", "ttft", "tpot", "itl", "e2e")  # of each of which there are those percentiles
@@ -19,7 +20,6 @@ TIMES = ("queued", "ttft", "tpot", "itl", "e2e")  # of each of which there are t
 _COUNTED = (*COUNTERS, "padding_tokens")
 
 Figures = dict[str, "float | None"]
-Tell = Callable[[str, "float | None"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Played:
 
 
 def repeat(
-    llm: LLM, workload: Workload, play: Callable[[Callable[[float], None]], Played], repeats: int, tell: Tell
+    llm: LLM, workload: Workload, play: Callable[[Callable[[float], None]], Played], repeats: int, tell: Progress
 ) -> dict[str, Any]:
     """One row: each figure of `repeats` runs, with its spread. `play` is given whom to tell of its progress."""
     measure.check_fits(llm, [sum(len(turn.ids) + turn.max_tokens for turn in session) for session in workload])

@@ -11,16 +11,17 @@ from time import perf_counter
 from typing import Any
 
 from fastgraph.bench import load, measure
-from fastgraph.bench.load import Played, Tell
+from fastgraph.bench.load import Played
 from fastgraph.bench.measure import Run
 from fastgraph.bench.workloads import Turn, Workload
 from fastgraph.engine import Completion
 from fastgraph.llm import LLM
+from fastgraph.loading.files import Progress
 
 
 def bench(
     llm: LLM, workload: Workload, *, rate: float | None, concurrency: int | None, repeats: int, temperature: float,
-    seed: int, decode_text: bool, tell: Tell,
+    seed: int, decode_text: bool, tell: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """One row. Either sessions begin at random, `rate` a second, or `concurrency` of them are under way at any time."""
     begins = [0.0] * len(workload) if rate is None else poisson(rate, len(workload), seed)

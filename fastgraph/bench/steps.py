@@ -7,7 +7,7 @@ device of its own, built in its own way; all are loaded at once and measured in 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +28,7 @@ from fastgraph.control.states import Request
 from fastgraph.device.builder import build_device, settle_compile, settle_depth, settle_multi_step, settle_step_tokens
 from fastgraph.errors import ConfigError
 from fastgraph.loading.checkpoint import Checkpoint
-
-Tell = Callable[[str, "float | None"], None]
+from fastgraph.loading.files import Progress
 
 # What differs from the engine's own way, which is the last.
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
@@ -64,7 +63,7 @@ def usual_arms(config: EngineConfig, device: torch.device) -> list[str]:
 class Arm:
     """One way to run the model, and the batch that decodes on it."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, device: torch.device, tell: Tell) -> None:
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, device: torch.device, tell: Progress) -> None:
         self.handle = build_device(config, checkpoint, device, None, tell)
         self._scheduler = Scheduler(self.handle.limits)
         self._depth = settle_depth(config, device)
@@ -171,7 +170,7 @@ class Arm:
 
 def bench(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, roofline: Roofline, *, arms: Sequence[str],
-    batches: Sequence[int], contexts: Sequence[int], prefills: Sequence[int], repeats: int, tell: Tell,
+    batches: Sequence[int], contexts: Sequence[int], prefills: Sequence[int], repeats: int, tell: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """Rows of decode steps, one an arm, batch and context, and rows of prefill, one a length: of the last arm.
 
@@ -302,13 +301,13 @@ def _pages(page: int, room: Mapping[int, int], contexts: Sequence[int], prefills
     return max(decoding + [-(-(tokens + 2) // page) for tokens in prefills]) + max(room)
 
 
-def _tell_of(tell: Tell, arm: str, phase: str, fraction: float | None) -> None:
+def _tell_of(tell: Progress, arm: str, phase: str, fraction: float | None) -> None:
     tell(f"{arm}: {phase}", fraction)
 
 
 @contextmanager
 def _built(
-    config: EngineConfig, arms: Sequence[str], checkpoint: Checkpoint, device: torch.device, tell: Tell
+    config: EngineConfig, arms: Sequence[str], checkpoint: Checkpoint, device: torch.device, tell: Progress
 ) -> Iterator[dict[str, Arm]]:
     built: dict[str, Arm] = {}
     try:

@@ -9,16 +9,17 @@ from typing import Any
 
 from fastgraph.bench import limit, load, measure
 from fastgraph.bench.limit import Cost
-from fastgraph.bench.load import Figures, Played, Tell
+from fastgraph.bench.load import Figures, Played
 from fastgraph.bench.measure import Run
 from fastgraph.bench.roofline import Roofline
 from fastgraph.bench.workloads import Turn, Workload
 from fastgraph.llm import LLM
+from fastgraph.loading.files import Progress
 
 
 def bench(
     llm: LLM, roofline: Roofline, workload: Workload, *, repeats: int, temperature: float, seed: int,
-    decode_text: bool, tell: Tell,
+    decode_text: bool, tell: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """One row. Sessions of several turns go turn by turn: the next is asked when all have their answer."""
 

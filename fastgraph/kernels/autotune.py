@@ -13,7 +13,7 @@ import importlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from fastgraph.errors import FastgraphWarning
 from fastgraph.kernels import serving
 from fastgraph.kernels.problems import TOLERANCE, error, problem
 from fastgraph.kernels.registry import Choice, Implementation, Kernel, Signature
+from fastgraph.loading.files import Progress
 
 ROWS = (1, 8, 64, 256, 1024, 4096)  # what is measured, up to the most that a step may have
 RUNS = 7
@@ -37,8 +38,6 @@ _ONE_A_REQUEST = ("decode_attention", "sample")  # rows; the other ops get token
 RECORD = "kernels.json"
 _CODE = (".py", ".cu", ".cuh", ".cpp", ".h")
 _COLD = 1 << 28  # bytes that runs go through in turn: more than any cache holds
-
-Progress = Callable[[str, float | None], None]
 
 
 def tune(
