@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import accumulate
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -26,11 +27,8 @@ def bench(
     """One row. Either sessions begin at random, `rate` a second, or `concurrency` of them are under way at any time."""
     begins = [0.0] * len(workload) if rate is None else poisson(rate, len(workload), seed)
     at_once = concurrency or len(workload)
-
-    def play_all(done: Callable[[float], None]) -> Played:
-        return play(llm, workload, begins, at_once, temperature, seed, decode_text, done)
-
-    return load.repeat(llm, workload, play_all, repeats, tell)
+    played = partial(play, llm, workload, begins, at_once, temperature, seed, decode_text)
+    return load.repeat(llm, workload, played, repeats, tell)
 
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:
