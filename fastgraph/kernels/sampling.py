@@ -175,7 +175,7 @@ def _sample_rows(raw: Tensor, slots: Tensor, state: SamplerState, out: SamplerOu
         logits = raw[row : row + 1]
         adjusted = logits
         if biased or penalised or banned:
-            mine = _view(state, slot)
+            mine = SamplerState(*(table[slot : slot + 1] for table in state))
             adjusted = _bias(adjusted, mine) if biased else adjusted
             adjusted = _penalise_seen(adjusted, mine) if penalised else adjusted
             adjusted = _ban(adjusted, mine) if banned else adjusted
@@ -270,10 +270,6 @@ def _penalise_seen(x: Tensor, mine: SamplerState) -> Tensor:
     counts, in_prompt = (table[0, : x.shape[1]] for table in (mine.output_counts, mine.prompt_tokens))
     seen = torch.from_numpy(np.flatnonzero(in_prompt.numpy() | (counts.numpy() > 0)))
     return x.index_copy(1, seen, _penalise(x[:, seen], counts[seen], in_prompt[seen], mine))
-
-
-def _view(state: SamplerState, slot: int) -> SamplerState:
-    return SamplerState(*(table[slot : slot + 1] for table in state))
 
 
 # --- the stages: x is [rows, vocab] or [rows, candidates], `mine` the state of each row's slot ---

@@ -60,9 +60,8 @@ class _Groups(NamedTuple):
     """What `scan` knows of each group, [rows, groups] float32 each. Powers and logarithms are of base 2."""
 
     maxima: Tensor  # largest logit after biases, penalties and bans
-    reach: (
-        Tensor  # upper bound of its scores, relative to what `maxima` has without noise; if a row with no top_k samples
-    )
+    # Upper bound of its scores, relative to what `maxima` has without noise; if a row with no top_k samples.
+    reach: Tensor
     weights: Tensor  # sum of the softmax's numerators relative to `maxima`; if that row has a top_p
     raw_maxima: Tensor  # the model's own logits, if the row reports log-probabilities
     raw_weights: Tensor
