@@ -163,7 +163,7 @@ def seconds(kernel: Kernel, op: str, signature: Signature, rows: int, in_graph: 
             kernel(*problems[layer % copies])
 
     step()
-    run, graph = step, None
+    run = step
     if in_graph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # as in `fastgraph.device.ladder`
