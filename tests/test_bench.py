@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -271,7 +271,7 @@ def test_steps_are_measured_in_every_arm_and_prompts_may_be_longer_than_contexts
     steps, peaks = written["steps"], written["roofline"]
     assert [(row["batch"], row["context"]) for row in steps["decode"]] == [(1, 40), (3, 40), (1, 100), (3, 100)]
     for row in steps["decode"]:
-        assert row["tokens_per_second"]["median"] == pytest.approx(row["batch"] / row["step"]["median"], rel=0.5)
+        assert row["tokens_per_second"]["all"] == pytest.approx([row["batch"] / step for step in row["step"]["all"]])
         assert row["flops"] > 0
         held = row["batch"] * row["mean_context"]["median"]
         assert row["bytes"] == pytest.approx(peaks["weights"] + held * peaks["kv_token"])
@@ -281,7 +281,26 @@ def test_steps_are_measured_in_every_arm_and_prompts_may_be_longer_than_contexts
     assert [row["tokens"] for row in steps["prefill"]] == [9, 200]
     assert steps["counters"]["eager"]["recompiles"] == 0
     assert "Prefill of 200 tokens (eager)" in found.output
+    assert steps["prefill"][0]["rested_seconds"]["all"] == []  # a CPU's clock does not come down
+    assert "After a rest" not in found.output
     assert "eager: recompiles 0, eager steps 0" in found.output
+
+
+def test_a_gpu_prefills_one_prompt_after_another_and_then_each_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+
+    class Arm:
+        def prefill(self, tokens: int) -> float:
+            did.append(f"prefill {tokens}")
+            return 0.25 if did[-2:-1] == ["rest"] else 0.5  # its clock is higher then
+
+    monkeypatch.setattr("fastgraph.bench.steps.sleep", lambda seconds: did.append("rest"))
+    peaks = Roofline(weights=0, kv_token=0, bandwidth=1.0, token_flops=10, matmul=1000.0, lasting=500.0)
+    row = steps._prefill_row(cast(steps.Arm, Arm()), 20, 2, peaks, torch.device("cuda"))
+    assert did == ["prefill 20"] * 3 + ["rest", "prefill 20"] * 2
+    assert row["matmul_share"]["all"] == [0.4, 0.4]  # 200 FLOP in half a second
+    assert row["lasting_share"]["all"] == [0.8, 0.8]
+    assert row["rested_share"]["all"] == [0.8, 0.8]
 
 
 def test_a_batch_is_whole_when_it_is_measured_though_its_prompts_take_many_steps(tmp_path: Path) -> None:

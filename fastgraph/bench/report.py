@@ -17,6 +17,7 @@ from rich.table import Table
 from fastgraph.bench.limit import FORMULA as LIMIT_FORMULA
 from fastgraph.bench.load import PERCENTILES
 from fastgraph.bench.roofline import EXPERTS_FORMULA, FLOPS_FORMULA, FORMULA, Roofline
+from fastgraph.bench.steps import REST
 from fastgraph.config import EngineConfig, check_writable
 from fastgraph.env import report as environment
 from fastgraph.errors import ConfigError
@@ -192,6 +193,9 @@ def _show_steps(steps: Mapping[str, Any], console: Console) -> None:
             f"Prefill of {row['tokens']} tokens ({row['arm']}): {seconds * 1e3:.1f} ms, "
             f"{row['flops'] / 1e12:.2f} TFLOP, {share:.1%} of the measured matmul rate, {lasting:.1%} of what lasts."
         )
+        seconds, share = (row[name]["median"] for name in ("rested_seconds", "rested_share"))
+        if seconds is not None:
+            console.print(f"  After a rest of {REST:.0f} s: {seconds * 1e3:.1f} ms, {share:.1%} of the matmul rate.")
 
 
 def show_kernels(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "cpu": {"eager": {"compile": "off"}, "compile": {}},
 }
+REST = 1.0  # seconds, in which a GPU's clock comes up again
 _STEPS = 24  # of one measurement
 _PROFILED = 4
 
@@ -193,15 +194,7 @@ def bench(
         prefilled = []
         for tokens in prefills:
             tell(f"prefilling {tokens} tokens", None)
-            arm.prefill(tokens)
-            took = [arm.prefill(tokens) for _ in range(repeats)]
-            flops = roofline.prefill_flops(tokens)
-            rates = [flops / seconds for seconds in took]
-            prefilled.append({
-                "arm": name, "tokens": tokens, "flops": flops, "seconds": spread(took),
-                "matmul_share": spread([rate / roofline.matmul for rate in rates]),
-                "lasting_share": spread([rate / roofline.lasting for rate in rates]),
-            })  # fmt: skip
+            prefilled.append({"arm": name} | _prefill_row(arm, tokens, repeats, roofline, device))
         counters = {name: arm.handle.counters() for name, arm in built.items()}
         if device.type == "cuda":  # only now: once it has run, a profiler slows whatever the host launches
             tell("profiling", None)
@@ -256,6 +249,23 @@ def _decode_rows(
             "kernels_per_step": None, "kernels": [],
         })  # fmt: skip
     return rows
+
+
+def _prefill_row(arm: Arm, tokens: int, repeats: int, roofline: Roofline, device: torch.device) -> dict[str, Any]:
+    """One prompt after another; and, where the clock comes down under load, each after a rest."""
+    arm.prefill(tokens)
+    taken = [arm.prefill(tokens) for _ in range(repeats)]
+    rested = []
+    for _ in range(repeats if device.type == "cuda" else 0):
+        sleep(REST)
+        rested.append(arm.prefill(tokens))
+    flops = roofline.prefill_flops(tokens)
+    return {
+        "tokens": tokens, "flops": flops, "seconds": spread(taken), "rested_seconds": spread(rested),
+        "matmul_share": spread([flops / seconds / roofline.matmul for seconds in taken]),
+        "lasting_share": spread([flops / seconds / roofline.lasting for seconds in taken]),
+        "rested_share": spread([flops / seconds / roofline.matmul for seconds in rested]),
+    }  # fmt: skip
 
 
 def _kernels(arm: Arm, batch: int, context: int, room: int) -> dict[str, Any]:
