@@ -12,8 +12,9 @@ import numpy as np
 
 from fastgraph.control.draft import Draft
 from fastgraph.control.forecast import Forecast, peak
+from fastgraph.control.growth import PAGES_AHEAD, Growth
 from fastgraph.control.pace import Pace
-from fastgraph.control.pages import Lease, PagePool
+from fastgraph.control.pages import PagePool
 from fastgraph.control.plan import Admission, Int32, Limits, Logprobs, PrefillSpan, StepPlan, StepResult
 from fastgraph.control.policy import Policy, first_come
 from fastgraph.control.prefix import page_keys
@@ -42,9 +43,6 @@ from fastgraph.control.states import (
 from fastgraph.control.table import SlotTable
 from fastgraph.errors import RequestError
 
-# Pages a decoding slot is given at once, so that most steps change no page table: the more if nobody waits for them.
-PAGES_AHEAD, MOST_AHEAD = 4, 16
-
 
 class Output(NamedTuple):
     """What the front learns of a request: new tokens if it is incremental, all of them when it ends."""
@@ -67,6 +65,7 @@ class Scheduler:
         self.queue = SpanQueue()
         self.forecast = Forecast()
         self.states: dict[int, State] = {}
+        self._growth = Growth(limits, self.table, self.pool, self.states)
         self.preemptions = 0
         self.preemptions_saved = 0  # of these, with the pages kept on the host
         self.prompt_tokens = 0  # of all requests that got a slot
@@ -176,12 +175,11 @@ class Scheduler:
         """Give pages to the decoding slots that need some for this plan. False if steps in flight must land first."""
         slots = self.table.batch().slots
         if (cramped := self.table.cramped(slots, self.limits.multi_step)).size:
-            self._drop_behind(cramped)
+            self._growth.drop_behind(cramped)
             if not self._make_room(slots):
                 return False
-            cramped = self._soon_cramped(self.table.batch().slots)
-            if cramped.size:
-                draft.page_writes.append(self._grow_decoding(cramped))
+            waiting = self.queue.head is not None
+            self._growth.extend_decoding(self.table.batch().slots, self.running, waiting, draft)
         return True
 
     def _make_room(self, slots: Int32) -> bool:
@@ -222,56 +220,6 @@ class Scheduler:
         else:
             self._enqueue(retract(state, answer, past), 0)
 
-    def _share(self) -> int:
-        """Pages to give a decoding slot at once. What one has ahead, another may lack, and be pushed out for it."""
-        most = PAGES_AHEAD
-        if not self.queue.head and not self.limits.window:
-            most = max(most, min(self.pool.free // (2 * self.running), MOST_AHEAD))
-        return min(self.pool.available // self.running, most)
-
-    def _soon_cramped(self, slots: Int32) -> Int32:
-        """Those of `slots` to give pages to. While there are plenty, many at once, so that most plans need none."""
-        share = self._share()
-        plenty = not self.limits.window and self.pool.available >= 2 * share * len(slots)
-        ahead = share * self.limits.page_size // 2 if plenty else 0
-        cramped = self.table.cramped(slots, self.limits.multi_step + ahead)
-        return cramped if len(cramped) <= self.pool.available else self.table.cramped(slots)  # who cannot do without
-
-    def _grow_decoding(self, cramped: Int32) -> Int32:
-        size = self.limits.page_size
-        ask = -(-(self.table.limit[cramped] - 1) // size) - self.table.capacity[cramped] // size
-        return self._grow(cramped, np.minimum(ask, max(self._share(), 1)))
-
-    def _leases(self, slots: Int32) -> list[Lease]:
-        """Those of running requests, by their slots."""
-        states = map(self.states.__getitem__, self.table.request_id[slots].tolist())
-        return [state.resources.lease for state in states if isinstance(state, (Prefilling, Decoding))]
-
-    def _drop_behind(self, slots: Int32) -> None:
-        """Give back pages that no layer looks back to any more. Who gets them writes in a step after those that did."""
-        if window := self.limits.window:
-            behind = (self.table.scheduled[slots] + 1 - window) // self.limits.page_size
-            for slot, lease, count in zip(slots.tolist(), self._leases(slots), behind.tolist(), strict=True):
-                if self.pool.drop(lease, count):
-                    self.table.shared[slot] = count * self.limits.page_size
-
-    def _grow(self, slots: Int32, counts: Int32) -> Int32:
-        """Give running slots more pages. Returns the writes to their page tables: [pages, 3]."""
-        pages = self.pool.grow(self._leases(slots), counts)
-        held = self.table.capacity[slots] // self.limits.page_size
-        first = np.cumsum(counts) - counts  # where in `pages` each slot's begin
-        index = np.arange(len(pages)) + np.repeat(held - first, counts)
-        self.table.grow(slots, counts * self.limits.page_size)
-        return np.stack([np.repeat(slots, counts), index, pages], axis=1).astype(np.int32)
-
-    def _extend(self, state: Prefilling, tokens: int, draft: Draft) -> None:
-        """`_grow` for one slot, which is to hold `tokens`."""
-        slot, lease, size = state.resources.slot, state.resources.lease, self.limits.page_size
-        held, wanted = len(lease), -(-tokens // size)
-        if held < wanted:
-            draft.write_pages(slot, held, self.pool.extend(lease, wanted - held))
-            self.table.capacity[slot] = wanted * size
-
     def _prefill(self, budget: int, draft: Draft) -> None:
         """Fill the step's token budget from the head of the queue. The head is never overtaken."""
         while head := self.queue.head:
@@ -280,14 +228,14 @@ class Scheduler:
                 tokens = self._admit(state, head, budget, draft)
             else:
                 assert isinstance(state, Prefilling)
-                self._drop_behind(np.array([state.resources.slot]))
+                self._growth.drop_behind(np.array([state.resources.slot]))
                 tokens = self._chunk(head, budget, len(state.resources.lease) + self.pool.available)
             if not tokens:
                 break
             state = self.states[head.request_id]
             assert isinstance(state, Prefilling)
             span, slot = self.queue.bite(tokens), state.resources.slot
-            self._extend(state, span.stop, draft)
+            self._growth.extend(state, span.stop, draft)
             samples = span.stop == int(self.table.known[slot])
             ids = self.table.tokens[slot, span.start : span.stop].copy()
             draft.spans.append(PrefillSpan(slot, span.start, ids, samples))
@@ -333,7 +281,7 @@ class Scheduler:
         if isinstance(state, Retracted):
             saved = state.saved.pages[len(found) :]
             self.states[request.id] = restored = restore(state, slot, lease)
-            self._extend(restored, span.start, draft)
+            self._growth.extend(restored, span.start, draft)
             draft.restores.append(np.stack([saved, restored.resources.lease.pages[len(found) :]], axis=1))
         else:
             self.states[request.id] = admit(state, slot, lease)
