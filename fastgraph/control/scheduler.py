@@ -325,7 +325,7 @@ class Scheduler:
         tokens = result.tokens.reshape(plan.repeats, -1)
         rows = self.table.running[plan.sampling_slots].nonzero()[0]
         slots = plan.sampling_slots[rows]
-        taken, stopped, full = self.table.land(slots, tokens[:, rows])
+        taken, stopped, full = self.table.land(slots, tokens if len(rows) == tokens.shape[1] else tokens[:, rows])
         ended = stopped | full
         told = (ended | self.table.incremental[slots]).nonzero()[0]
         outputs: list[Output] = []

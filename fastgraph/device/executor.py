@@ -33,7 +33,7 @@ class Copied:
 
     tokens: Tensor
     logprobs: tuple[Tensor, ...] | None  # the other parts of a `SamplerOutput`, if a row wants them
-    rows: NDArray[np.int64]  # [sampled rows], where in these they stand
+    rows: NDArray[np.int64]  # [sampled rows], where in these they stand; beyond the end it begins anew
     seconds: float  # that it took, where it has run already
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # the plan's begin, and the arrival of its outputs
 
@@ -46,7 +46,7 @@ class Copied:
             began, arrived = self.events
             arrived.synchronize()
             seconds = began.elapsed_time(arrived) / 1e3
-        tokens = self.tokens.numpy()[self.rows]
+        tokens = self.tokens.numpy().take(self.rows, mode="wrap")
         if self.logprobs is None:
             return StepResult(tokens, None, seconds)
         return StepResult(tokens, Logprobs(*(part.numpy()[self.rows] for part in self.logprobs)), seconds)

@@ -113,12 +113,13 @@ class Slots:
     def advance(self, plan: StepPlan) -> NDArray[np.int64]:
         """Where in `state.recent`, made flat, the tokens of the plan will stand, one step's behind the other's.
 
-        Call it once for each plan, in their order. They stand there until the next plan's steps run.
+        What is beyond its end is at its beginning. Call it once for each plan, in their order. The tokens stand there
+        until the next plan's steps run.
         """
         slots = plan.sampling_slots
-        places = (self._next[slots] + self._ahead[: plan.repeats]) % self._recent.numel()
-        self._next[slots] += plan.repeats * len(self._next)
-        return places.ravel()
+        first = self._next[slots]
+        self._next[slots] = (first + plan.repeats * len(self._next)) % self._recent.numel()
+        return (first + self._ahead[: plan.repeats]).ravel()
 
     def _admit(self, admission: Admission) -> None:
         """What is seldom needed, and what the host keeps."""
