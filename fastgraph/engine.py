@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import reprlib
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -174,6 +175,8 @@ class Engine:
         Raises `RequestError` if one of them cannot be served, and then none is; `EngineDied` after the end.
         """
         prompts = {id(ask.prompt): ask.prompt for ask in asks}  # several answers to one are looked through once
+        for ids in prompts.values():
+            _check_list("prompt", ids)
         known = {key: _known_ids("prompt token", ids, self.limits.vocab) for key, ids in prompts.items()}
         with self._order:
             tickets = [Ticket(self._request(ask, known[id(ask.prompt)]), ask) for ask in asks]
@@ -322,6 +325,7 @@ class Engine:
     def _request(self, ask: Ask, ids: Int32) -> Request:
         """ids: of the prompt. Raises `RequestError` if it cannot be served."""
         sampling, vocab = ask.sampling, self.limits.vocab
+        _check_list("stop_ids", ask.stop_ids)
         _known_ids("stop_token_ids", ask.stop_ids, vocab)
         _known_ids("logit_bias", list(sampling.logit_bias), vocab)
         if len(ask.stop_ids) > MAX_STOP_IDS:
@@ -339,6 +343,18 @@ class Engine:
         )
         check(request, self.limits)
         return request
+
+
+def are_ids(value: object) -> bool:
+    """Whether it is a sequence of whole numbers. Their types are looked at, which are few: prompts are long."""
+    if not isinstance(value, (Sequence, np.ndarray)) or isinstance(value, (bytes, bytearray)):
+        return False
+    return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, value)))
+
+
+def _check_list(name: str, ids: object) -> None:
+    if not are_ids(ids):
+        raise RequestError(f"{name} must be a list of token ids, not {reprlib.repr(ids)}")
 
 
 def _known_ids(name: str, ids: Sequence[int], vocab: int) -> Int32:

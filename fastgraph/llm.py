@@ -20,7 +20,7 @@ import numpy as np
 from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.policy import Policy, first_come
 from fastgraph.control.trace import Trace
-from fastgraph.engine import Ask, Completion, Engine, Ticket, Timing, TokenLogprob
+from fastgraph.engine import Ask, Completion, Engine, Ticket, Timing, TokenLogprob, are_ids
 from fastgraph.errors import ConfigError, RequestError
 from fastgraph.loading.chat_template import ChatTemplate, find_chat_template
 from fastgraph.loading.checkpoint import open_checkpoint
@@ -341,9 +341,7 @@ class Stream:
 
 
 def _is_prompt(value: object) -> bool:
-    if isinstance(value, (str, bytes)):
-        return isinstance(value, str)
-    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(i, (int, np.integer)) for i in value)
+    return isinstance(value, str) or (isinstance(value, Sequence) and len(value) > 0 and are_ids(value))
 
 
 def _single(completions: list[Completion]) -> Completion | list[Completion]:

@@ -9,7 +9,9 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import Future
+from typing import Any
 
+import numpy as np
 import pytest
 from engine_helpers import ALPHABET, LIMITS, PATIENCE, VOCAB, Gate, ask, baseline, expected, letters, outcome, running
 from simulated import SimulatedDevice, uninterrupted
@@ -166,6 +168,17 @@ def test_a_refused_request_harms_no_other() -> None:
         gate.open()
         assert outcome(before) == expected(before)
         assert outcome(after) == expected(after)
+
+
+@pytest.mark.parametrize("wrong", [[True], [1, 2.0], b"four", bytearray(b"four"), "x", [[1]], [None], {1, 2}, 5, None])
+def test_what_is_no_list_of_token_ids_is_refused(wrong: Any) -> None:
+    with running() as (engine, _):
+        with pytest.raises(RequestError, match="prompt must be a list of token ids, not "):
+            ask(engine, wrong)
+        with pytest.raises(RequestError, match="stop_ids must be a list of token ids, not "):
+            ask(engine, [1], stop=wrong)
+        ticket = ask(engine, np.array([1, 2]))  # type: ignore[arg-type]
+        assert outcome(ticket) == expected(ticket)
 
 
 def test_a_reader_that_fails_ends_its_own_request_alone() -> None:
