@@ -328,6 +328,8 @@ class Engine:
         _check_list("stop_ids", ask.stop_ids)
         _known_ids("stop_token_ids", ask.stop_ids, vocab)
         _known_ids("logit_bias", list(sampling.logit_bias), vocab)
+        if not are_ids([ask.seed]) or not 0 <= ask.seed < 2**63:
+            raise RequestError(f"seed must be a whole number from 0 to 2**63 - 1, not {ask.seed!r}")
         if len(ask.stop_ids) > MAX_STOP_IDS:
             raise RequestError(f"{len(ask.stop_ids)} stop ids, the model's own included; {MAX_STOP_IDS} is the most")
         prompt = len(ids)
@@ -342,6 +344,8 @@ class Engine:
             incremental=ask.text is not None or sampling.logprobs,
         )
         check(request, self.limits)
+        if sampling.min_tokens > room:
+            raise RequestError(f"min_tokens {sampling.min_tokens} is above the {room} tokens that the context leaves")
         return request
 
 

@@ -161,6 +161,10 @@ def test_a_refused_request_harms_no_other() -> None:
             ([1], {"stop": (VOCAB,)}, f"stop_token_ids {VOCAB} is not in the vocabulary"),
             ([1], {"stop": tuple(range(24)) * 2}, "48 stop ids, the model's own included; 32 is the most"),
             ([1], {"logit_bias": {VOCAB: 1.0}}, f"logit_bias {VOCAB} is not in the vocabulary"),
+            ([1], {"seed": 2**63}, f"seed must be a whole number from 0 to 2\\*\\*63 - 1, not {2**63}"),
+            ([1], {"seed": -1}, "seed must be a whole number"),
+            ([1], {"seed": None}, "seed must be a whole number"),
+            ([1], {"max_tokens": None, "min_tokens": 128}, "min_tokens 128 is above the 127 tokens that the context"),
         ):
             with pytest.raises(RequestError, match=message):
                 ask(engine, prompt, **options)

@@ -56,6 +56,7 @@ def llm(load_tiny: Callable[..., fastgraph.LLM]) -> Iterator[fastgraph.LLM]:
         ("x", {"presence_penalty": float("-inf")}, "presence_penalty must be a number, not -inf"),
         ("x", {"max_tokens": 0}, "max_tokens must be a whole number of 1 or more, not 0"),
         ("x", {"max_tokens": 64}, "max_model_len is 64"),
+        ("x", {"max_tokens": None, "min_tokens": 2**31}, r"min_tokens 2147483648 is above the \d\d tokens that the"),
         ([5] * 64, {}, "the prompt has 64 tokens; with max_model_len 64 it may have 63 at most"),
         ("kalo " * 100, {}, r"the prompt has \d\d\d tokens; with max_model_len 64"),
         ([5, 600], {}, "prompt token 600 is not in the vocabulary of 600 tokens"),
