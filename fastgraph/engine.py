@@ -330,6 +330,8 @@ class Engine:
         _known_ids("logit_bias", list(sampling.logit_bias), vocab)
         if not are_ids([ask.seed]) or not 0 <= ask.seed < 2**63:
             raise RequestError(f"seed must be a whole number from 0 to 2**63 - 1, not {ask.seed!r}")
+        if ask.text is None and (sampling.stop or ask.on_text is not None):
+            raise RequestError("stop strings and on_text need the text of the answer: give a TextStream as `text`")
         if len(ask.stop_ids) > MAX_STOP_IDS:
             raise RequestError(f"{len(ask.stop_ids)} stop ids, the model's own included; {MAX_STOP_IDS} is the most")
         prompt = len(ids)

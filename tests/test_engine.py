@@ -185,6 +185,13 @@ def test_what_is_no_list_of_token_ids_is_refused(wrong: Any) -> None:
         assert outcome(ticket) == expected(ticket)
 
 
+def test_what_needs_the_text_of_an_answer_is_refused_without_it() -> None:
+    with running() as (engine, _):
+        for wrong in (Ask([1], SamplingParams(stop=("a",)), 0, ()), Ask([1], SamplingParams(), 0, (), on_text=print)):
+            with pytest.raises(RequestError, match="stop strings and on_text need the text of the answer"):
+                engine.submit_all([wrong])
+
+
 def test_a_reader_that_fails_ends_its_own_request_alone() -> None:
     def read(piece: str) -> None:
         raise ZeroDivisionError("the reader's own fault")
