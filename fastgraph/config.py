@@ -20,6 +20,7 @@ LoadFormat = Literal["auto", "dummy"]
 MAX_STOP_IDS = 32
 MAX_LOGIT_BIAS = 512
 MAX_LOGPROBS = 20
+MAX_N = 16384  # of one prompt: each answer is a request, and all are submitted together
 MAX_IN_FLIGHT = 64  # steps: each has a buffer of its own for what comes back
 
 
@@ -168,6 +169,8 @@ class SamplingParams:
             _whole(self, "seed", 0)
             if self.seed >= 2**63:
                 raise RequestError(f"seed must be below 2**63, not {self.seed}")
+        if self.n > MAX_N:
+            raise RequestError(f"n must be at most {MAX_N}, not {self.n}: ask again for more")
         if self.top_logprobs > MAX_LOGPROBS:
             raise RequestError(f"top_logprobs must be at most {MAX_LOGPROBS}, not {self.top_logprobs}")
         if self.top_logprobs and not self.logprobs:

@@ -63,6 +63,7 @@ def llm(load_tiny: Callable[..., fastgraph.LLM]) -> Iterator[fastgraph.LLM]:
         ([-1], {}, "prompt token -1 is not in the vocabulary"),
         ("x", {"stop_token_ids": [600]}, "stop_token_ids 600 is not in the vocabulary"),
         ("x", {"logit_bias": {600: 1.0}}, "logit_bias 600 is not in the vocabulary"),
+        ("x", {"n": 10**9}, "n must be at most 16384, not 1000000000: ask again for more"),
         ("x", {"stop": ""}, "stop strings must be non-empty text"),
         ("x", {"stop": 5}, "stop must be text or a list of texts, not 5"),
         ("x", {"stop_token_ids": 5}, "stop_token_ids must be a list, not 5"),
