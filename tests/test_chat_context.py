@@ -62,3 +62,9 @@ def test_without_trimming_nothing_is_left_out_and_the_question_is_refused() -> N
     shown = converse(llm, "a", "c " * 10, width=400)
     assert "/clear begins a new conversation, /undo takes back the last turn" in shown
     assert len(llm.sampled) == 1
+
+
+def test_a_context_that_holds_no_question_is_said_to_be_the_trouble() -> None:
+    shown = converse(FakeLLM(["b"], context=5), "a", "/system c d e f", "a", width=400)
+    assert "ask something" not in shown
+    assert "the context is 5: no question fits: take a shorter system prompt, or more of --max-model-len" in shown

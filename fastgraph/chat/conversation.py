@@ -210,7 +210,9 @@ class Conversation:
         if len(ids) < longest:
             return left_out, ids
         advice = "ask something shorter"
-        if left_out < len(history):
+        if len(self._render([{"role": "user", "content": "?"}])) >= longest:
+            advice = "no question fits: take a shorter system prompt, or more of --max-model-len or --kv-pages"
+        elif left_out < len(history):
             advice = "/clear begins a new conversation, /undo takes back the last turn; --overflow trim would go on"
         raise RequestError(
             f"the conversation, with this, is {len(ids)} tokens long, and the context is {longest}: {advice}"
