@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 import fastgraph
 from fastgraph.config import EngineConfig
-from fastgraph.errors import FastgraphError
+from fastgraph.errors import FastgraphError, RequestError
 from fastgraph.flags import CHAT_SAMPLING, ENGINE, SAMPLING, FlagGroup, takes
 
 
@@ -105,6 +105,8 @@ def generate(
     if prompt is None or prompt == "-":
         # The newline that `echo` ends with is not meant.
         prompt = sys.stdin.read() if sys.stdin.isatty() else (piped_text() or "").removesuffix("\n")
+        if not prompt:
+            raise RequestError('there is no prompt: give one, or pipe it in; "" completes an empty text')
     with load(engine) as llm:
         if not as_json and sampling.get("n", 1) == 1:
             for piece in llm.stream(prompt, **sampling):

@@ -163,6 +163,17 @@ def test_a_prompt_comes_from_a_pipe_without_the_newline_of_echo(llm: FakeLLM, ar
     assert llm.prompt == "one\n\ntwo "
 
 
+@pytest.mark.parametrize("given", ["", "\n"])
+def test_no_prompt_is_an_error_before_anything_is_loaded_and_an_empty_one_is_a_prompt(llm: FakeLLM, given: str) -> None:
+    for arguments in ([], ["-"]):
+        result = run("generate", *arguments, given=given)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.startswith("error: there is no prompt: ")
+    assert llm.config is None
+    assert run("generate", "", given=given).exit_code == 0
+    assert llm.prompt == ""
+
+
 def test_a_pipe_that_is_no_text_is_an_error(llm: FakeLLM) -> None:
     result = run("generate", given=b"\xff\xfe")
     assert result.exit_code == 1
