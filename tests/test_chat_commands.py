@@ -118,6 +118,9 @@ def test_an_editor_that_is_not_there_is_an_error_that_names_it(monkeypatch: pyte
     monkeypatch.setenv("VISUAL", "no-such-editor")
     shown = converse(FakeLLM(["one"]), "first", "/edit", width=200)
     assert "error: 'no-such-editor' cannot be run: set EDITOR" in shown
+    monkeypatch.setenv("VISUAL", "vi 'x")
+    shown = converse(FakeLLM(["one"]), "first", "/edit", width=200)
+    assert 'error: "vi \'x" is no command: set EDITOR to an editor (No closing quotation)' in shown
 
 
 # --- how the model answers ---
@@ -233,6 +236,7 @@ USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "conte
     ("data", "message"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", "has no messages"),
         ('{"model": "x"}', "has no messages"),
         ('"text"', "has no messages"),
@@ -268,6 +272,18 @@ def test_files_that_cannot_be_read_or_written_are_errors(tmp_path: Path) -> None
         FakeLLM([]), f"/load {tmp_path}/no", f"/read {tmp_path}", f"/save {tmp_path}/no/where.json", width=400
     )
     assert len(re.findall(r"error: .* cannot be (?:read|written): \w+", shown)) == 3
+    lines = [f"/{command} {name}" for command in ("load", "read", "save") for name in ("~nobody-here/x", "x" * 300)]
+    shown = converse(FakeLLM([]), *lines, width=800)
+    assert len(re.findall(r"error: .* cannot be (?:read|written): \w+", shown)) == 6
+
+
+def test_half_a_character_is_not_saved_and_the_file_stays_as_it_was(tmp_path: Path) -> None:
+    file, broken = tmp_path / "talk.json", tmp_path / "broken.json"
+    broken.write_text(json.dumps([USER, {"role": "assistant", "content": "\ud800"}]))
+    file.write_text(json.dumps([USER, ASSISTANT]))
+    shown = converse(FakeLLM([]), f"/load {broken}", f"/save {file}", width=400)
+    assert "cannot be written: there is half a character in what was said" in shown
+    assert json.loads(file.read_text()) == [USER, ASSISTANT]
 
 
 def test_a_file_that_is_read_goes_once_with_the_next_message(tmp_path: Path) -> None:

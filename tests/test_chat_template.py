@@ -301,8 +301,9 @@ class TestFinding:
         assert find_chat_template(tmp_path, "{{ messages }}") == "{{ messages }}"
 
     def test_an_override_that_is_neither_is_an_error(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"'nowhere\.jinja' is neither a file"):
-            find_chat_template(tmp_path, "nowhere.jinja")
+        for nowhere in ("nowhere.jinja", "~nobody-here/x"):
+            with pytest.raises(ModelError, match=f"'{nowhere}' is neither a file"):
+                find_chat_template(tmp_path, nowhere)
 
     def test_a_broken_tokenizer_config_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "tokenizer_config.json").write_text("[1")

@@ -132,9 +132,16 @@ def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() 
         fastgraph.load_model(revision="nowhere")
     with pytest.raises(ConfigError, match="prefix_cache must be True or False, not 'no'"):
         fastgraph.load_model(prefix_cache="no")
-    for nowhere in ("./nowhere.gguf", Path("nowhere.gguf")):
+    for nowhere in ("./nowhere.gguf", Path("nowhere.gguf"), "~nobody-here/model"):
         with pytest.raises(ModelError, match="there is no folder or file"):
             fastgraph.load_model(nowhere)
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000])
+def test_a_models_file_that_is_no_json_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json cannot be read as JSON"):
+        fastgraph.load_model(tmp_path)
 
 
 def test_a_chat_templates_bos_is_the_only_one(load_tiny: Callable[..., fastgraph.LLM]) -> None:

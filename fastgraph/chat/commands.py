@@ -21,6 +21,7 @@ from fastgraph.chat.transcript import read_text
 from fastgraph.chat.view import gauge, last_code
 from fastgraph.config import SamplingParams
 from fastgraph.errors import RequestError
+from fastgraph.loading.files import typed_path
 from fastgraph.terminal import on_interrupt
 
 if TYPE_CHECKING:
@@ -95,13 +96,13 @@ def _set(chat: Chat, argument: str) -> None:
 
 
 def _save(chat: Chat, argument: str) -> None:
-    path = Path(argument).expanduser()
+    path = typed_path(argument)
     chat.conversation.save(path)
     chat.note(f"{_turns(chat)} in {path}")
 
 
 def _load(chat: Chat, argument: str) -> None:
-    path = Path(argument).expanduser()
+    path = typed_path(argument)
     chat.conversation.load(path)
     chat.note(f"{_turns(chat)} from {path}")
     if chat.conversation.question is not None:
@@ -109,7 +110,7 @@ def _load(chat: Chat, argument: str) -> None:
 
 
 def _read(chat: Chat, argument: str) -> None:
-    path = Path(argument).expanduser()
+    path = typed_path(argument)
     text = read_text(path)
     if not text.strip():
         raise RequestError(f"{path} is empty")
@@ -214,13 +215,17 @@ ALIASES = {"/quit": "/exit"}
 def edited(text: str) -> str:
     """The text as it comes back from the person's editor. Raises `RequestError`."""
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ("notepad" if os.name == "nt" else "vi")
+    try:
+        command = shlex.split(editor)
+    except ValueError as error:
+        raise RequestError(f"{editor!r} is no command: set EDITOR to an editor ({error})") from error
     handle, name = tempfile.mkstemp(suffix=".md", prefix="fastgraph-")
     file = Path(name)
     try:
         with open(handle, "w", encoding="utf-8") as opened:
             opened.write(text)
         with on_interrupt():  # Ctrl-C is the editor's
-            code = subprocess.run([*shlex.split(editor), name]).returncode
+            code = subprocess.run([*command, name]).returncode
         after = read_text(file).rstrip("\n")
     except OSError as error:
         raise RequestError(f"{editor!r} cannot be run: set EDITOR to an editor ({error.strerror})") from error

@@ -14,16 +14,23 @@ def write_messages(path: Path, model: str, messages: Sequence[dict[str, str]]) -
 
     Raises `RequestError` if the file cannot be written, or is there and is no conversation.
     """
-    if path.exists():
-        try:
-            read_messages(path)
-        except RequestError as error:
-            raise RequestError(f"{path} is there, and is no conversation: choose another name") from error
     text = json.dumps({"model": model, "messages": messages}, indent=2, ensure_ascii=False)
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        if path.exists():
+            _check_conversation(path)
+        path.write_bytes(f"{text}\n".encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{path} cannot be written: there is half a character in what was said ({error})") from error
     except OSError as error:
         raise RequestError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _check_conversation(path: Path) -> None:
+    """Raises `RequestError` if something else is in the file: it is not to be lost."""
+    try:
+        read_messages(path)
+    except RequestError as error:
+        raise RequestError(f"{path} is there, and is no conversation: choose another name") from error
 
 
 def read_messages(path: Path) -> list[dict[str, str]]:
@@ -34,7 +41,7 @@ def read_messages(path: Path) -> list[dict[str, str]]:
     text = read_text(path)
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON: {error}") from error
     found = data.get("messages") if isinstance(data, dict) else data
     if not isinstance(found, list) or not found:

@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fastgraph.errors import ModelError, RequestError
-from fastgraph.loading.files import read_json
+from fastgraph.loading.files import read_json, typed_path
 
 
 class ChatTemplate:
@@ -88,7 +88,7 @@ def find_chat_template(folder: Path, override: str | None) -> str | None:
 def _override(override: str) -> str:
     if "{" in override or "\n" in override:
         return override
-    path = Path(override).expanduser()
+    path = typed_path(override)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

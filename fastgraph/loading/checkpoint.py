@@ -10,7 +10,7 @@ from typing import Any
 from fastgraph.config import EngineConfig
 from fastgraph.errors import ModelError
 from fastgraph.loading import gguf, hub
-from fastgraph.loading.files import Progress, read_json
+from fastgraph.loading.files import Progress, read_json, typed_path
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_HUB_ID = f"HuggingFaceTB/{DEFAULT_NAME}"
@@ -43,7 +43,7 @@ def open_checkpoint(config: EngineConfig, dtype: str, progress: Progress) -> Che
 
 
 def _named(model: str, config: EngineConfig, dtype: str, progress: Progress) -> Checkpoint:
-    path = Path(model).expanduser()
+    path = typed_path(model)
     if path.suffix == ".gguf" and path.is_file():
         return _read(path.stem, gguf.convert(path, dtype, progress))
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""What the parts of loading share: reading JSON, the folder of what can be made again, and how progress is told."""
+"""What the parts of loading share: paths and JSON, the folder of what can be made again, and how progress is told."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Progress = Callable[[str, "float | None"], None]  # the phase in words, and the share of it that is done (0..1)
 
 
+def typed_path(text: str) -> Path:
+    """A path as people type it. With the ~ of an unknown user it stays as it is, and nothing is found there."""
+    return Path(os.path.expanduser(text))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A file's JSON object; {} if there is no such file. Raises `ModelError` for a file with anything else in it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object")
