@@ -94,10 +94,13 @@ class EngineConfig:
 def check_writable(what: str, file: str) -> None:
     """Refuse a file that could not be written, before there is something to write. Raises `ConfigError`."""
     path = Path(file).absolute()
-    if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder to write {what} {file} to")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{what} {file} cannot be written: it is a folder, or not allowed")
+    try:
+        if not path.parent.is_dir():
+            raise ConfigError(f"there is no folder to write {what} {file} to")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"{what} {file} cannot be written: it is a folder, or not allowed")
+    except OSError as error:  # of a name that cannot be one
+        raise ConfigError(f"{what} {file} cannot be written: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,15 +124,16 @@ def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() 
         fastgraph.load_model(policy=3)
     with pytest.raises(ConfigError, match="the model is the first argument"):
         fastgraph.load_model(model="somewhere")
-    with pytest.raises(ConfigError, match="the trace / cannot be written"):
-        fastgraph.load_model(trace="/")
+    for nowhere in ("/", "x" * 300):
+        with pytest.raises(ConfigError, match=f"the trace {nowhere} cannot be written: "):
+            fastgraph.load_model(trace=nowhere)
     with pytest.raises(ConfigError, match=r"kv_pages take .* more than this machine has"):
         fastgraph.load_model(kv_pages=10**9)
     with pytest.raises(ModelError, match="it has no revision nowhere"):
         fastgraph.load_model(revision="nowhere")
     with pytest.raises(ConfigError, match="prefix_cache must be True or False, not 'no'"):
         fastgraph.load_model(prefix_cache="no")
-    for nowhere in ("./nowhere.gguf", Path("nowhere.gguf"), "~nobody-here/model"):
+    for nowhere in ("./nowhere.gguf", Path("nowhere.gguf"), "~nobody-here/model", "x" * 300 + ".gguf"):
         with pytest.raises(ModelError, match="there is no folder or file"):
             fastgraph.load_model(nowhere)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,12 @@ def open_checkpoint(config: EngineConfig, dtype: str, progress: Progress) -> Che
 
 def _named(model: str, config: EngineConfig, dtype: str, progress: Progress) -> Checkpoint:
     path = typed_path(model)
-    if path.suffix == ".gguf" and path.is_file():
+    is_file = os.path.isfile(path)  # Path's own methods raise for a name that is too long to be one
+    if path.suffix == ".gguf" and is_file:
         return _read(path.stem, gguf.convert(path, dtype, progress))
-    if path.is_dir():
+    if os.path.isdir(path):
         return _read(path.resolve().name, path)
-    if path.is_file():
+    if is_file:
         if path.suffix == ".json" and config.load_format == "dummy":
             return Checkpoint(path.stem, path.parent, read_json(path), {})
         raise ModelError(f"{model} is a file, but neither a .gguf file nor a model's folder")
