@@ -77,18 +77,26 @@ def _engine(values: dict[str, Any]) -> EngineConfig:
     wrong = [op for op, _, name in pairs if not op or not name]
     if wrong:
         raise ConfigError(f"a kernel is chosen by OP=NAME, like decode_attention=triton, not {wrong[0]!r}")
-    return EngineConfig(**values, kernels={op: name for op, _, name in pairs})
+    return EngineConfig(**values, kernels=_once("--kernel", [(op, name) for op, _, name in pairs]))
 
 
 def _sampling(values: dict[str, Any]) -> dict[str, Any]:
     """The sampling options that were given, checked."""
     given = {name: value for name, value in values.items() if value is not None and value is not False and value != []}
     if "logit_bias" in given:
-        given["logit_bias"] = dict(map(_bias, given["logit_bias"]))
+        given["logit_bias"] = _once("--logit-bias", [_bias(text) for text in given["logit_bias"]])
     if "top_logprobs" in given:
         given["logprobs"] = True
     SamplingParams.of({}, given)
     return given
+
+
+def _once(flag: str, pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The pairs as a dict. Raises `ConfigError` if one would take the place of another."""
+    keys = [key for key, _ in pairs]
+    if twice := [str(key) for key in dict(pairs) if keys.count(key) > 1]:
+        raise ConfigError(f"{flag} is given more than once for {', '.join(twice)}")
+    return dict(pairs)
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -140,6 +140,8 @@ def test_help_names_every_flag_in_full_in_a_narrow_terminal(command: str) -> Non
         ["--device", "tpu"],
         ["--max-model-len", "0"],
         ["--logit-bias", "5:1"],
+        ["--logit-bias", "5=1", "--logit-bias", "5=2"],
+        ["--kernel", "sample=triton", "--kernel", "sample=reference"],
         ["--logprobs"],
     ],
 )
