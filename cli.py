@@ -220,9 +220,9 @@ def latency(
 
     batches = _sizes("--batch", batch)
     steps = {
-        "contexts": _sizes("--context", context or str(n_in + n_out // 2)),
-        "prefills": _sizes("--prefill", prefill or str(n_in)),
-        "arms": arms.split(",") if arms else None,
+        "contexts": _sizes("--context", str(n_in + n_out // 2) if context is None else context),
+        "prefills": _sizes("--prefill", str(n_in) if prefill is None else prefill),
+        "arms": None if arms is None else arms.split(","),
     }
     options = {"n_in": n_in, "n_out": n_out, "repeats": repeats, "temperature": temperature, "seed": seed}
     run_latency(engine, batches, options, steps, json_to, profile)

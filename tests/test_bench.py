@@ -246,6 +246,8 @@ def test_latency_by_the_command_line(tiny: Path) -> None:
     [
         (("latency", "--batch", "1,zero"), 2, "takes sizes like"),
         (("latency", "--batch", "0"), 2, "takes sizes like"),
+        (("latency", "--context", ""), 2, "takes sizes like"),
+        (("latency", "--prefill", ""), 2, "takes sizes like"),
         (("latency", "--repeats", "0"), 2, "repeats"),
         (("latency", "--json", "/nowhere/at/all.json"), 1, "no folder to write"),
         (("latency", "--json", "/"), 1, "cannot be written"),
@@ -345,7 +347,7 @@ def test_an_arm_that_does_not_exist_is_refused(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--prefill", "9000", "--context", "9"), ("--context", "9000"), ("--arms", "graphs")]
+    "options", [("--prefill", "9000", "--context", "9"), ("--context", "9000"), ("--arms", "graphs"), ("--arms", "")]
 )
 def test_steps_that_cannot_be_measured_are_refused_before_requests_are(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
