@@ -192,6 +192,10 @@ class LLM:
                 f"{self.checkpoint.name} has no chat template, and none is guessed: give one with --chat-template "
                 f"(in Python, chat_template=), a jinja file, or use `generate`"
             )
+        if template_variables and not (
+            isinstance(template_variables, Mapping) and all(isinstance(name, str) for name in template_variables)
+        ):
+            raise RequestError(f"template_variables maps names to values, and is not {template_variables!r}")
         if taken := {"messages", "tools"}.intersection(template_variables or ()):
             raise RequestError(f"{', '.join(sorted(taken))} cannot be among the template_variables")
         given = [*(["tools"] if tools else []), *(template_variables or {})]
@@ -278,7 +282,8 @@ class LLM:
     def _submit_stream(
         self, prompt: Prompt | Sequence[Message], sampling: Mapping[str, Any], on_text: Callable[[str], None]
     ) -> Ticket:
-        ids = self._ids(cast(Prompt, prompt)) if _is_prompt(prompt) else self.render(cast(Sequence[Message], prompt))
+        told = _are_messages(prompt)
+        ids = self.render(cast(Sequence[Message], prompt)) if told else self._ids(cast(Prompt, prompt))
         return self.engine.submit_all(self._asks(ids, sampling, on_text))[0]
 
     def _answer(self, prompts: Sequence[list[int]], sampling: Mapping[str, Any], progress: bool | None) -> list[Any]:
@@ -342,6 +347,13 @@ class Stream:
 
 def _is_prompt(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, Sequence) and len(value) > 0 and are_ids(value))
+
+
+def _are_messages(value: object) -> bool:
+    """Whether it is meant as a conversation, by its first message; an empty list is one without a message."""
+    if isinstance(value, Mapping):
+        return True  # a message that is not in a list, which will be refused
+    return isinstance(value, Sequence) and not isinstance(value, str) and (not value or isinstance(value[0], Mapping))
 
 
 def _single(completions: list[Completion]) -> Completion | list[Completion]:

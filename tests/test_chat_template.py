@@ -257,6 +257,8 @@ def test_a_syntax_error_names_its_line() -> None:
     ("messages", "words"),
     [
         ([], "one at least"),
+        (5, "one at least"),
+        (iter([{"role": "user", "content": "x"}]), "one at least"),
         ("Hi", "list of messages"),
         ({"role": "user", "content": "Hi"}, "list of messages"),
         (["Hi"], "message 0 has no role"),

@@ -98,6 +98,12 @@ def test_a_refused_prompt_leaves_nothing_behind_and_a_stream_is_one_answer(llm: 
     assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
 
 
+@pytest.mark.parametrize("wrong", [b"bytes", [1.5], [True], [[1]], ["a"], None, 5])
+def test_what_is_neither_prompt_nor_conversation_is_no_stream(llm: fastgraph.LLM, wrong: Any) -> None:
+    with pytest.raises(RequestError, match="a prompt is a text or a list of token ids; `chat` and `stream` take mess"):
+        llm.stream(wrong)
+
+
 def test_what_is_no_request_cannot_be_aborted(llm: fastgraph.LLM) -> None:
     for wrong in ([1], "1", 1.5):
         with pytest.raises(RequestError, match="abort takes a Stream or its request_id"):
@@ -179,6 +185,12 @@ def test_what_a_chat_template_does_not_read_is_an_error(load_tiny: Callable[...,
             llm.render(ask, tools=[{"type": "function"}], template_variables={"enable_thinking": True})
         with pytest.raises(RequestError, match="messages cannot be among the template_variables"):
             llm.chat(ask, template_variables={"messages": 1})
+        for wrong in (5, {5: 1}, ["mood"]):
+            with pytest.raises(RequestError, match="template_variables maps names to values, and is not "):
+                llm.render(ask, template_variables=wrong)  # type: ignore[arg-type]
+        for messages in ([], {"role": "user", "content": "kalo"}):
+            with pytest.raises(RequestError, match="a chat needs a list of messages"):
+                llm.stream(messages)  # type: ignore[arg-type]
 
 
 def test_without_a_chat_template_the_error_names_the_option(load_tiny: Callable[..., fastgraph.LLM]) -> None:

@@ -96,7 +96,7 @@ def _override(override: str) -> str:
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if isinstance(messages, (str, Mapping)) or not messages:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError("a chat needs a list of messages, one at least: [{'role': 'user', 'content': 'Hello'}]")
     checked = []
     for number, message in enumerate(messages):
