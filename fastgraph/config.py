@@ -78,6 +78,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < least):
                 raise ConfigError(f"{name} must be a whole number from {least} up, not {value!r}")
+            if value is not None and value >= 2**31:  # the device counts in int32
+                raise ConfigError(f"{name} must be below 2**31, not {value}")
         if self.in_flight_depth is not None and self.in_flight_depth > MAX_IN_FLIGHT:
             raise ConfigError(f"in_flight_depth must be {MAX_IN_FLIGHT} at most, not {self.in_flight_depth}")
         if self.host_kv_gb is not None and (not _is_real(self.host_kv_gb) or self.host_kv_gb < 0):

@@ -120,6 +120,9 @@ def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() 
         fastgraph.load_model(kv_pages=0)
     with pytest.raises(ConfigError, match="max_model_len must be a whole number from 2 up, not 1"):
         fastgraph.load_model(max_model_len=1)
+    for name in ("page_size", "max_step_tokens", "multi_step"):
+        with pytest.raises(ConfigError, match=rf"{name} must be below 2\*\*31, not 2147483648"):
+            fastgraph.load_model(**{name: 2**31})
     with pytest.raises(ConfigError, match="in_flight_depth must be 64 at most, not 65"):
         fastgraph.load_model(in_flight_depth=65)
     with pytest.raises(ConfigError, match="model is empty: name a folder"):
