@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from fastgraph.bench.roofline import Roofline
 from fastgraph.bench.workloads import Turn, Workload
 from fastgraph.cli import app
 from fastgraph.config import EngineConfig
-from fastgraph.errors import ConfigError
+from fastgraph.errors import ConfigError, RequestError
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -119,6 +120,14 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, message: 
     path.write_text(f'{{"prompt": [5]}}\n{line}\n')
     with pytest.raises(ConfigError, match=message):
         workloads.from_file(path, None, 300)
+
+
+def test_a_line_whose_text_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "mine.jsonl", cast(Any, SimpleNamespace())
+    path.write_text(r'{"prompt": "half \ud800"}')
+    tokenizer.encode = Mock(side_effect=RequestError("no text"))
+    with pytest.raises(ConfigError, match="line 1: no text"):
+        workloads.from_file(path, tokenizer, 300)
 
 
 # --- figures ---

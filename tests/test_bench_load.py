@@ -418,6 +418,7 @@ def test_serve_by_the_command_line(tiny: Path, load: tuple[str, int]) -> None:
     ("arguments", "code", "message"),
     [
         (("throughput", "--workload", "chat,nonsense"), 1, "there is no workload nonsense"),
+        (("throughput", "--workload", "x" * 300), 1, "there is no workload xxx"),
         (("serve",), 2, "either --rate, above 0, or --concurrency"),
         (("serve", "--rate", 1, "--concurrency", 1), 2, "either --rate, above 0, or --concurrency"),
         (("serve", "--rate", 0), 2, "either --rate, above 0, or --concurrency"),

@@ -138,6 +138,8 @@ def test_unknown_and_impossible_options_are_refused_before_anything_is_loaded() 
             fastgraph.load_model(trace=nowhere)
     with pytest.raises(ConfigError, match=r"kv_pages take .* more than this machine has"):
         fastgraph.load_model(kv_pages=10**9)
+    with pytest.raises(ConfigError, match=r"max_model_len 99 does not fit: .* 65 tokens at most.* or for 7 kv_pages"):
+        fastgraph.load_model(kv_pages=4, page_size=16, max_model_len=99)
     with pytest.raises(ModelError, match="it has no revision nowhere"):
         fastgraph.load_model(revision="nowhere")
     with pytest.raises(ConfigError, match="prefix_cache must be True or False, not 'no'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from os.path import isfile  # of any text: Path raises for a name that no file can have
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,9 @@ def _loaded(config: EngineConfig) -> Iterator[tuple[LLM, roofline.Roofline, Prog
 
 def _names(workloads: str) -> list[str]:
     """Each a seeded workload or a file; there are commas between them, unless all of it is a file's name."""
-    names = [workloads] if Path(workloads).is_file() else workloads.split(",")
+    names = [workloads] if isfile(workloads) else workloads.split(",")
     for name in names:
-        if name not in _SEEDED and not Path(name).is_file():
+        if name not in _SEEDED and not isfile(name):
             raise ConfigError(f"there is no workload {name}: take {', '.join(_SEEDED)} or a JSONL file")
     return names
 

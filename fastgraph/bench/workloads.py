@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastgraph.errors import ConfigError
+from fastgraph.errors import ConfigError, RequestError
 from fastgraph.loading.tokenizer import Tokenizer
 
 _LOWEST, _HIGHEST = 10, 30_000  # ids of random prompts: above the special tokens, within every model's vocabulary
@@ -100,7 +100,10 @@ def _turn(where: str, line: str, tokenizer: Tokenizer | None, vocab: int) -> Tur
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ConfigError(f"{where}: the prompt is text, and this model was loaded without a tokenizer")
-        prompt = tokenizer.encode(prompt)
+        try:
+            prompt = tokenizer.encode(prompt)
+        except RequestError as error:
+            raise ConfigError(f"{where}: {error}") from error
     if not isinstance(prompt, list) or not prompt or not all(type(i) is int and 0 <= i < vocab for i in prompt):
         raise ConfigError(f"{where}: a prompt is text or a list of token ids below {vocab}, and not empty")
     return Turn(prompt, limit, ignore_eos=False)

@@ -155,6 +155,8 @@ def _read(line: bytes, first: bool) -> tuple[str, Any]:
         match kind:
             case "trace" if value["version"] != VERSION:
                 raise ValueError(f"it has version {value['version']}, and only {VERSION} can be replayed here")
+            case "trace" if not all(isinstance(limit, int) for limit in value["limits"].values()):
+                raise ValueError(f"its limits are whole numbers, and not all of {value['limits']} are")
             case "trace":
                 return kind, Limits(**value["limits"])
             case "submit":
@@ -165,7 +167,7 @@ def _read(line: bytes, first: bool) -> tuple[str, Any]:
             case "abort" | "forget" | "plan" | "end":
                 return kind, value
         raise ValueError(f"nothing is known of {kind!r}")
-    except (ValueError, TypeError, KeyError, AttributeError, RequestError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RequestError) as error:
         raise TraceError(f"this is not of a trace: {error}") from error
 
 

@@ -98,7 +98,7 @@ def build_device(
             raise
         raise ConfigError(
             f"there is not enough memory ({str(error).splitlines()[0]}): take a smaller model or dtype, or less of "
-            f"max_decode_bs, max_model_len, max_step_tokens or kv_pages"
+            f"max_decode_bs, max_model_len, max_step_tokens, page_size or kv_pages"
         ) from error
 
 
@@ -217,6 +217,11 @@ def _fit_pages(config: EngineConfig, limits: Limits, taken: int, page_bytes: int
     max_model_len = min(limits.max_model_len, pages * limits.page_size + 1)
     if max_model_len < 2:
         raise ConfigError("there is no memory left for keys and values: ask for a smaller model or dtype, or kv_pages")
+    if config.max_model_len and max_model_len < config.max_model_len:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} does not fit: {pages} pages are there, for {max_model_len} tokens "
+            f"at most. Ask for less of it, or for {-(-(config.max_model_len - 1) // limits.page_size)} kv_pages"
+        )
     if config.host_kv_gb is not None and config.host_kv_gb * 1e9 > _host_memory():
         raise ConfigError(f"host_kv_gb {config.host_kv_gb:g} is more than this machine has, {_host_memory() / 1e9:.0f}")
     host_gb = HOST_KV_GB[device.type] if config.host_kv_gb is None else config.host_kv_gb
