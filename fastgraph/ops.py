@@ -1,4 +1,5 @@
-"""What a model file may call, beside torch: the ops whose implementation depends on the machine.
+"""What a model file may call, beside torch: the ops whose implementation depends on the machine, and a few readers of
+its config.json.
 
 A model file knows nothing of pages, graphs or batches. It receives a `Batch` and one `LayerCache` a layer and hands
 them on to `attention`.
@@ -11,11 +12,12 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fastgraph.hf import refuse, require
 from fastgraph.kernels import attention as _attention
 from fastgraph.kernels import cuda
 from fastgraph.kernels import experts as _experts
 from fastgraph.kernels.reference import gate_mul, linear_reference, rms_norm, rotary, turned
-from fastgraph.rope import Rope, rope_parameters
+from fastgraph.rope import Rope, rope_parameters, stretched
 
 __all__ = [
     "Batch",
@@ -26,10 +28,13 @@ __all__ = [
     "gate_mul",
     "linear",
     "norm_add",
+    "refuse",
+    "require",
     "rms_norm",
     "rope_parameters",
     "rotary",
     "route",
+    "stretched",
 ]
 
 Activation = Literal["silu", "gelu"]

@@ -43,6 +43,12 @@ def rope_parameters(raw: Mapping[str, Any], positions: int, *, partial: bool = F
     return rope
 
 
+def stretched(rope: Mapping[str, Any], positions: int) -> int:
+    """Tokens that a sequence may have: a config's `max_position_embeddings` may be the length before the stretch."""
+    longer = rope["rope_type"] in ("dynamic", "yarn")
+    return max(positions, int(rope["trained_positions"] * rope["factor"])) if longer else positions
+
+
 def frequencies(rope: Mapping[str, Any], dim: int, *, long: bool = False) -> tuple[list[float], float]:
     """Radians that a position turns each pair of a head, in float64, and what cos and sin are multiplied with.
 

@@ -43,10 +43,7 @@ class Config:
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
         """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
         raw = {**raw, **(raw.get("text_config") or {})}
-        required = ("hidden_size", "intermediate_size", "num_hidden_layers")
-        missing = [name for name in required if raw.get(name) is None]
-        if missing:
-            raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
+        ops.require(raw, "hidden_size", "intermediate_size", "num_hidden_layers")
         heads, kv_heads = raw.get("num_attention_heads", 8), raw.get("num_key_value_heads", 4)
         layers, window = raw["num_hidden_layers"], raw.get("sliding_window", 4096)
         period = raw.get("sliding_window_pattern", 6)  # so many layers, and the last of them is whole
@@ -61,9 +58,7 @@ class Config:
             "attn_logit_softcapping": bool(raw.get("attn_logit_softcapping")),
             "use_bidirectional_attention": bool(raw.get("use_bidirectional_attention")),
         }
-        if any(refused.values()):
-            found = ", ".join(name for name, present in refused.items() if present)
-            raise ModelError(f"models/gemma3.py cannot run {found}; docs/add-a-model.md shows how to add a model file")
+        ops.refuse("models/gemma3.py", refused)
         positions, given = raw.get("max_position_embeddings") or 131072, raw.get("rope_parameters") or {}
         whole = {"rope_theta": raw.get("rope_theta") or 1e6, **(raw.get("rope_scaling") or {})}
         local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4}

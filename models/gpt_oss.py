@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from fastgraph import ops
-from fastgraph.errors import ModelError
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 
@@ -46,11 +45,8 @@ class Config:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
         """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
-        required = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"]
-        required += ["num_local_experts", "num_experts_per_tok"]
-        missing = [name for name in required if raw.get(name) is None]
-        if missing:
-            raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
+        ops.require(raw, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+        ops.require(raw, "num_local_experts", "num_experts_per_tok")
         experts, top_k = raw["num_local_experts"], raw["num_experts_per_tok"]
         heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads", 8) or raw["num_attention_heads"]
         window, layers = raw.get("sliding_window", 128) or 0, raw["num_hidden_layers"]
@@ -65,13 +61,9 @@ class Config:
             f"swiglu_alpha {raw.get('swiglu_alpha')}": raw.get("swiglu_alpha", 1.702) != 1.702,
             f"swiglu_limit {raw.get('swiglu_limit')}": not raw.get("swiglu_limit", 7.0) > 0,
         }
-        if any(refused.values()):
-            found = ", ".join(name for name, present in refused.items() if present)
-            raise ModelError(f"models/gpt_oss.py cannot run {found}; docs/add-a-model.md shows how to add a model file")
+        ops.refuse("models/gpt_oss.py", refused)
         positions = raw.get("max_position_embeddings") or 131072
         rope = ops.rope_parameters({"rope_theta": 150000.0, **raw}, positions)
-        if rope["rope_type"] in ("dynamic", "yarn"):  # max_position_embeddings may be the length before the stretch
-            positions = max(positions, int(rope["trained_positions"] * rope["factor"]))
         return cls(
             layers=layers,
             hidden=raw["hidden_size"],
@@ -82,7 +74,7 @@ class Config:
             experts=experts,
             top_k=top_k,
             vocab=raw["vocab_size"],
-            max_positions=positions,
+            max_positions=ops.stretched(rope, positions),
             norm_eps=raw.get("rms_norm_eps", 1e-5),
             windows=tuple(window if kind == _SLIDING else 0 for kind in kinds),
             limit=raw.get("swiglu_limit", 7.0),

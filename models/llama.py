@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fastgraph import ops
-from fastgraph.errors import ModelError
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 
@@ -39,10 +38,7 @@ class Config:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
         """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
-        required = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-        missing = [name for name in required if raw.get(name) is None]
-        if missing:
-            raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
+        ops.require(raw, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
         heads, positions = raw["num_attention_heads"], raw.get("max_position_embeddings") or 2048
         kv_heads, head_dim = raw.get("num_key_value_heads") or heads, raw.get("head_dim") or raw["hidden_size"] // heads
         refused = {
@@ -52,16 +48,12 @@ class Config:
             "rope_interleaved": bool(raw.get("rope_interleaved")),
             "several layer_types": len(set(raw.get("layer_types") or ())) > 1,
         }
-        if any(refused.values()):
-            found = ", ".join(name for name, present in refused.items() if present)
-            raise ModelError(f"models/llama.py cannot run {found}; docs/add-a-model.md shows how to add a model file")
+        ops.refuse("models/llama.py", refused)
         rope = ops.rope_parameters(raw, positions)
-        if rope["rope_type"] in ("dynamic", "yarn"):  # max_position_embeddings may be the length before the stretch
-            positions = max(positions, int(rope["trained_positions"] * rope["factor"]))
         biased = {name: bool(raw.get(name)) for name in ("attention_bias", "mlp_bias")}
         sizes = (raw["num_hidden_layers"], raw["hidden_size"], heads, kv_heads, head_dim, raw["intermediate_size"])
         eps, tied = raw.get("rms_norm_eps", 1e-6), bool(raw.get("tie_word_embeddings", False))
-        return cls(*sizes, raw["vocab_size"], positions, eps, tied, **biased, rope=rope)
+        return cls(*sizes, raw["vocab_size"], ops.stretched(rope, positions), eps, tied, **biased, rope=rope)
 
 
 class RMSNorm(nn.Module):

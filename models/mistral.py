@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fastgraph import ops
-from fastgraph.errors import ModelError
 
 ARCHITECTURES = ("MistralForCausalLM",)
 
@@ -38,23 +37,16 @@ class Config:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
         """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
-        required = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-        missing = [name for name in required if raw.get(name) is None]
-        if missing:
-            raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
+        ops.require(raw, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
         heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads", 8) or raw["num_attention_heads"]
         refused = {
             f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") not in ("silu", "swish"),
             f"{kv_heads} kv heads for {heads} heads": heads % kv_heads != 0,
             "several layer_types": len(set(raw.get("layer_types") or ())) > 1,
         }
-        if any(refused.values()):
-            found = ", ".join(name for name, present in refused.items() if present)
-            raise ModelError(f"models/mistral.py cannot run {found}; docs/add-a-model.md shows how to add a model file")
+        ops.refuse("models/mistral.py", refused)
         positions = raw.get("max_position_embeddings") or 131072
         rope = ops.rope_parameters(raw, positions)
-        if rope["rope_type"] in ("dynamic", "yarn"):  # max_position_embeddings may be the length before the stretch
-            positions = max(positions, int(rope["trained_positions"] * rope["factor"]))
         return cls(
             layers=raw["num_hidden_layers"],
             hidden=raw["hidden_size"],
@@ -63,7 +55,7 @@ class Config:
             head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
             intermediate=raw["intermediate_size"],
             vocab=raw["vocab_size"],
-            max_positions=positions,
+            max_positions=ops.stretched(rope, positions),
             norm_eps=raw.get("rms_norm_eps", 1e-6),
             lookback=raw.get("sliding_window", 4096) or 0,
             tied=bool(raw.get("tie_word_embeddings", False)),

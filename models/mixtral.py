@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fastgraph import ops
-from fastgraph.errors import ModelError
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 
@@ -40,11 +39,8 @@ class Config:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
         """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
-        required = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"]
-        required += ["num_local_experts", "num_experts_per_tok"]
-        missing = [name for name in required if raw.get(name) is None]
-        if missing:
-            raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
+        ops.require(raw, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+        ops.require(raw, "num_local_experts", "num_experts_per_tok")
         experts, top_k = raw["num_local_experts"], raw["num_experts_per_tok"]
         heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads", 8) or raw["num_attention_heads"]
         refused = {
@@ -52,13 +48,9 @@ class Config:
             f"{kv_heads} kv heads for {heads} heads": heads % kv_heads != 0,
             f"{experts} experts, {top_k} for a token": experts < top_k,
         }
-        if any(refused.values()):
-            found = ", ".join(name for name, present in refused.items() if present)
-            raise ModelError(f"models/mixtral.py cannot run {found}; docs/add-a-model.md shows how to add a model file")
+        ops.refuse("models/mixtral.py", refused)
         positions = raw.get("max_position_embeddings") or 131072
         rope = ops.rope_parameters({"rope_theta": 1e6, **raw}, positions)
-        if rope["rope_type"] in ("dynamic", "yarn"):  # max_position_embeddings may be the length before the stretch
-            positions = max(positions, int(rope["trained_positions"] * rope["factor"]))
         return cls(
             layers=raw["num_hidden_layers"],
             hidden=raw["hidden_size"],
@@ -69,7 +61,7 @@ class Config:
             experts=experts,
             top_k=top_k,
             vocab=raw["vocab_size"],
-            max_positions=positions,
+            max_positions=ops.stretched(rope, positions),
             norm_eps=raw.get("rms_norm_eps", 1e-5),
             lookback=raw.get("sliding_window") or 0,
             tied=bool(raw.get("tie_word_embeddings", False)),

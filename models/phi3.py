@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from fastgraph import ops
-from fastgraph.errors import ModelError
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
 
@@ -40,18 +39,13 @@ class Config:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
         """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
-        required = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-        missing = [name for name in required if raw.get(name) is None]
-        if missing:
-            raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
+        ops.require(raw, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
         heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
         refused = {
             f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") not in ("silu", "swish"),
             f"{kv_heads} kv heads for {heads} heads": heads % kv_heads != 0,
         }
-        if any(refused.values()):
-            found = ", ".join(name for name, present in refused.items() if present)
-            raise ModelError(f"models/phi3.py cannot run {found}; docs/add-a-model.md shows how to add a model file")
+        ops.refuse("models/phi3.py", refused)
         positions = raw.get("max_position_embeddings") or 4096
         scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
         for key in ("type", "rope_type"):

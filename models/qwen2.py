@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fastgraph import ops
-from fastgraph.errors import ModelError
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
 
@@ -38,10 +37,7 @@ class Config:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
         """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
-        required = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-        missing = [name for name in required if raw.get(name) is None]
-        if missing:
-            raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
+        ops.require(raw, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
         heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
         layers, head_dim = raw["num_hidden_layers"], raw.get("head_dim") or raw["hidden_size"] // heads
         # A window in the config means nothing unless it is to be used, and then for the layers after the first few.
@@ -53,13 +49,9 @@ class Config:
             f"{kv_heads} kv heads for {heads} heads": heads % kv_heads != 0,
             f"layer_types {sorted(set(kinds))}": not {"full_attention", "sliding_attention"}.issuperset(kinds),
         }
-        if any(refused.values()):
-            found = ", ".join(name for name, present in refused.items() if present)
-            raise ModelError(f"models/qwen2.py cannot run {found}; docs/add-a-model.md shows how to add a model file")
+        ops.refuse("models/qwen2.py", refused)
         positions = raw.get("max_position_embeddings") or 32768
         rope = ops.rope_parameters(raw, positions)
-        if rope["rope_type"] in ("dynamic", "yarn"):  # max_position_embeddings may be the length before the stretch
-            positions = max(positions, int(rope["trained_positions"] * rope["factor"]))
         return cls(
             layers=layers,
             hidden=raw["hidden_size"],
@@ -68,7 +60,7 @@ class Config:
             head_dim=head_dim,
             intermediate=raw["intermediate_size"],
             vocab=raw["vocab_size"],
-            max_positions=positions,
+            max_positions=ops.stretched(rope, positions),
             norm_eps=raw.get("rms_norm_eps", 1e-6),
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers]),
             tied=bool(raw.get("tie_word_embeddings", False)),

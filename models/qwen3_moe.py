@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fastgraph import ops
-from fastgraph.errors import ModelError
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 
@@ -43,13 +42,13 @@ class Config:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
         """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
-        required = ["hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size"]
-        required += ["moe_intermediate_size", "num_experts_per_tok"]
-        missing = [name for name in required if raw.get(name) is None]
-        experts: int = raw.get("num_experts") or raw.get("num_local_experts") or 0  # renamed by transformers 5
-        missing += [] if experts else ["num_experts"]
-        if missing:
-            raise ModelError(f"the model's config.json lacks {', '.join(missing)}")
+        raw = {
+            **raw,
+            "num_experts": raw.get("num_experts") or raw.get("num_local_experts"),
+        }  # as transformers 5 calls it
+        ops.require(raw, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+        ops.require(raw, "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+        experts: int = raw["num_experts"]
         heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
         refused = {
             f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") not in ("silu", "swish"),
@@ -57,15 +56,9 @@ class Config:
             f"{experts} experts, {raw['num_experts_per_tok']} for a token": experts < raw["num_experts_per_tok"],
             "a sliding window": bool(raw.get("use_sliding_window")),
         }
-        if any(refused.values()):
-            found = ", ".join(name for name, present in refused.items() if present)
-            raise ModelError(
-                f"models/qwen3_moe.py cannot run {found}; docs/add-a-model.md shows how to add a model file"
-            )
+        ops.refuse("models/qwen3_moe.py", refused)
         positions = raw.get("max_position_embeddings") or 32768
         rope = ops.rope_parameters(raw, positions)
-        if rope["rope_type"] in ("dynamic", "yarn"):  # max_position_embeddings may be the length before the stretch
-            positions = max(positions, int(rope["trained_positions"] * rope["factor"]))
         dense, every = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step") or 1
         return cls(
             layers=raw["num_hidden_layers"],
@@ -80,7 +73,7 @@ class Config:
             normalised=bool(raw.get("norm_topk_prob", False)),
             routed=tuple(i not in dense and (i + 1) % every == 0 for i in range(raw["num_hidden_layers"])),
             vocab=raw["vocab_size"],
-            max_positions=positions,
+            max_positions=ops.stretched(rope, positions),
             norm_eps=raw.get("rms_norm_eps", 1e-6),
             tied=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
