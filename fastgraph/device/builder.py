@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -23,11 +22,10 @@ from fastgraph.kernels import registry, serving
 from fastgraph.kernels.autotune import tune
 from fastgraph.kernels.probe import signature_of
 from fastgraph.loading.checkpoint import Checkpoint
+from fastgraph.loading.files import Progress
 from fastgraph.loading.weights import WeightFiles, fill_dummy, load_weights
 from fastgraph.ops import LayerCache, cache_width
 from fastgraph.rope import Rope
-
-Progress = Callable[[str, float | None], None]
 
 # What a machine is given where the user leaves it open.
 DEFAULT_DECODE_BS = {"cpu": 32, "cuda": 256}
