@@ -11,6 +11,8 @@ import pytest
 import torch
 import transformers
 from driver import Careless
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.plan import NULL_SLOT, Admission, Limits, PrefillSpan, StepPlan
@@ -402,3 +404,29 @@ def test_above_the_ladder_steps_run_eagerly_are_counted_and_said_once(reference:
         "6 requests decode at once, above the 4 that CUDA graphs were captured for: such steps are slower. "
         "max_capture_bs raises the limit"
     ]
+
+
+@given(st.data())
+def test_a_plans_tokens_are_looked_for_where_its_steps_put_them(data: st.DataObject) -> None:
+    """Against the rule itself: number i of an answer stands in row i % multi_step of the slot's column."""
+    slots, ring = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 8))
+    tables = Slots(Limits(slots, 9, 4, 32, 64, 50, multi_step=ring), 50, CPU)
+    generated: dict[int, int] = {}
+    for number in range(data.draw(st.integers(1, 12))):
+        rows = sorted(data.draw(st.sets(st.sampled_from(range(1, slots + 1)), min_size=1)))
+        for slot in rows:
+            if slot not in generated or data.draw(st.booleans()):  # a new tenant, who may have answered in part before
+                generated[slot] = data.draw(st.integers(0, 20))
+                answer = np.zeros(generated[slot], np.int32)
+                nothing = np.empty(0, np.int32)
+                admission = Admission(slot, SamplingParams(), 0, (), np.zeros(3, np.int32), answer, 0)
+                tables.apply(StepPlan(number, (admission,), np.empty((0, 3), np.int32), nothing, ()))
+        repeats = data.draw(st.integers(1, ring))
+        plan = StepPlan(number, (), np.empty((0, 3), np.int32), np.array(rows, np.int32), (), repeats=repeats)
+        places = tables.advance(plan)
+        where = [((generated[slot] + step) % ring, slot) for step in range(repeats) for slot in rows]
+        recent = tables.state.recent
+        marked = np.arange(recent.numel())
+        assert marked.take(places, mode="wrap").tolist() == [row * recent.shape[1] + slot for row, slot in where]
+        for slot in rows:
+            generated[slot] += repeats
