@@ -139,7 +139,7 @@ def test_chunked_preempted_and_several_steps_in_flight_give_what_the_batch_gave(
 ) -> None:
     monkeypatch.setattr("fastgraph.control.scheduler.Forecast", Careless)
     tight = {"max_decode_bs": 4, "page_size": 4, "max_step_tokens": 12, "kv_pages": 26, "in_flight_depth": 2}
-    with fastgraph.load_model(**SMALL, **tight) as llm:
+    with fastgraph.load_model(**{**SMALL, **tight, "max_model_len": None}) as llm:  # it is what the pages hold
         assert len(llm.tokenizer.encode(PROMPTS[2])) > 3 * 12  # type: ignore[union-attr]
         assert ids(llm.generate(PROMPTS, max_tokens=32)) == [answer.token_ids[:32] for answer in answers]
         stats = llm.stats()
