@@ -353,7 +353,9 @@ class Engine:
 
 def are_ids(value: object) -> bool:
     """Whether it is a sequence of whole numbers. Their types are looked at, which are few: prompts are long."""
-    if not isinstance(value, (Sequence, np.ndarray)) or isinstance(value, (bytes, bytearray)):
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and value.dtype.kind in "iu"
+    if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
         return False
     return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, value)))
 

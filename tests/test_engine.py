@@ -174,7 +174,11 @@ def test_a_refused_request_harms_no_other() -> None:
         assert outcome(after) == expected(after)
 
 
-@pytest.mark.parametrize("wrong", [[True], [1, 2.0], b"four", bytearray(b"four"), "x", [[1]], [None], {1, 2}, 5, None])
+NO_IDS = [[True], [1, 2.0], b"four", bytearray(b"four"), "x", [[1]], [None], {1, 2}, 5, None]
+NO_IDS += [np.array([1.0]), np.array([True]), np.array([[1]])]
+
+
+@pytest.mark.parametrize("wrong", NO_IDS)
 def test_what_is_no_list_of_token_ids_is_refused(wrong: Any) -> None:
     with running() as (engine, _):
         with pytest.raises(RequestError, match="prompt must be a list of token ids, not "):
