@@ -427,6 +427,7 @@ def test_a_plans_tokens_are_looked_for_where_its_steps_put_them(data: st.DataObj
         where = [((generated[slot] + step) % ring, slot) for step in range(repeats) for slot in rows]
         recent = tables.state.recent
         marked = np.arange(recent.numel())
+        assert places.max() < 2 * recent.numel()  # numpy wraps by subtracting, over and over
         assert marked.take(places, mode="wrap").tolist() == [row * recent.shape[1] + slot for row, slot in where]
         for slot in rows:
             generated[slot] += repeats

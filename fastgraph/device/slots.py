@@ -113,8 +113,8 @@ class Slots:
     def advance(self, plan: StepPlan) -> NDArray[np.int64]:
         """Where in `state.recent`, made flat, the tokens of the plan will stand, one step's behind the other's.
 
-        What is beyond its end is at its beginning. Call it once for each plan, in their order. The tokens stand there
-        until the next plan's steps run.
+        What is beyond its end is at its beginning, once round and no more. Call it once for each plan, in their order.
+        The tokens stand there until the next plan's steps run.
         """
         slots = plan.sampling_slots
         first = self._next[slots]
@@ -127,7 +127,7 @@ class Slots:
         if _penalised(admission.sampling):
             self._set_history(admission)
         self.wants_logprobs[admission.slot] = admission.sampling.logprobs
-        self._next[admission.slot] = admission.slot + len(admission.answer) * len(self._next)
+        self._next[admission.slot] = admission.slot + len(admission.answer) % len(self._recent) * len(self._next)
 
     def _set_bias(self, slot: int, sampling: SamplingParams) -> None:
         if slot in self._biased:
