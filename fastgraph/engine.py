@@ -340,8 +340,8 @@ class Engine:
             id=next(self._ids),
             prompt=ids,
             sampling=sampling,
-            seed=ask.seed,
-            stop_ids=ask.stop_ids,
+            seed=int(ask.seed),  # numpy's would overflow in the device, and are nothing that a trace could hold
+            stop_ids=tuple(map(int, ask.stop_ids)),
             max_length=prompt + (room if sampling.max_tokens is None else sampling.max_tokens),
             incremental=ask.text is not None or sampling.logprobs,
         )
@@ -355,7 +355,7 @@ def are_ids(value: object) -> bool:
     """Whether it is a sequence of whole numbers. Their types are looked at, which are few: prompts are long."""
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and value.dtype.kind in "iu"
-    if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
         return False
     return all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in set(map(type, value)))
 

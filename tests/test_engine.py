@@ -9,16 +9,20 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_helpers import ALPHABET, LIMITS, PATIENCE, VOCAB, Gate, ask, baseline, expected, letters, outcome, running
 from simulated import SimulatedDevice, uninterrupted
 
 from fastgraph.config import SamplingParams
-from fastgraph.control.plan import Limits
+from fastgraph.control.plan import Limits, StepPlan
 from fastgraph.control.states import Request
+from fastgraph.control.trace import Trace
+from fastgraph.device.slots import Slots
 from fastgraph.engine import Ask, Engine, Ticket
 from fastgraph.errors import RequestError
 from fastgraph.text import TextStream
@@ -174,7 +178,7 @@ def test_a_refused_request_harms_no_other() -> None:
         assert outcome(after) == expected(after)
 
 
-NO_IDS = [[True], [1, 2.0], b"four", bytearray(b"four"), "x", [[1]], [None], {1, 2}, 5, None]
+NO_IDS = [[True], [1, 2.0], b"four", bytearray(b"four"), "x", "", [[1]], [None], {1, 2}, 5, None]
 NO_IDS += [np.array([1.0]), np.array([True]), np.array([[1]])]
 
 
@@ -187,6 +191,27 @@ def test_what_is_no_list_of_token_ids_is_refused(wrong: Any) -> None:
             ask(engine, [1], stop=wrong)
         ticket = ask(engine, np.array([1, 2]))  # type: ignore[arg-type]
         assert outcome(ticket) == expected(ticket)
+
+
+def test_numpys_numbers_are_taken_as_pythons_and_may_change_afterwards(tmp_path: Path) -> None:
+    gate, tables = Gate(), Slots(LIMITS, VOCAB, torch.device("cpu"))
+
+    def step(plan: StepPlan) -> None:
+        gate(plan)
+        tables.apply(plan)  # the real ones count in int32
+
+    with running(on_step=step) as (engine, _):
+        engine.observe(Trace(str(tmp_path / "trace"), LIMITS, {}))
+        before = ask(engine, [1])
+        prompt, stop = np.array([1, 2, 3]), np.array([5, 6])
+        wanted = Ask(prompt, SamplingParams(max_tokens=12), np.int32(7), stop)  # type: ignore[arg-type]
+        (ticket,) = engine.submit_all([wanted])
+        prompt[:], stop[:] = VOCAB, VOCAB
+        gate.open()
+        assert outcome(before) == expected(before)
+        assert outcome(ticket) == expected(ticket)
+        plain = ask(engine, [1, 2, 3], seed=7, stop=(5, 6))
+        assert outcome(ticket) == outcome(plain)
 
 
 def test_what_needs_the_text_of_an_answer_is_refused_without_it() -> None:
