@@ -186,6 +186,7 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids must be token ids, not {list(self.stop_token_ids)!r}")
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias maps token ids to numbers, and is not {self.logit_bias!r}")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # what is checked here is not to change later
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias may name {MAX_LOGIT_BIAS} tokens at most, not {len(self.logit_bias)}")
         for token, bias in self.logit_bias.items():

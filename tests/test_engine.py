@@ -18,7 +18,7 @@ import torch
 from engine_helpers import ALPHABET, LIMITS, PATIENCE, VOCAB, Gate, ask, baseline, expected, letters, outcome, running
 from simulated import SimulatedDevice, uninterrupted
 
-from fastgraph.config import SamplingParams
+from fastgraph.config import MAX_LOGIT_BIAS, SamplingParams
 from fastgraph.control.plan import Limits, StepPlan
 from fastgraph.control.states import Request
 from fastgraph.control.trace import Trace
@@ -212,6 +212,21 @@ def test_numpys_numbers_are_taken_as_pythons_and_may_change_afterwards(tmp_path:
         assert outcome(ticket) == expected(ticket)
         plain = ask(engine, [1, 2, 3], seed=7, stop=(5, 6))
         assert outcome(ticket) == outcome(plain)
+
+
+def test_a_bias_that_changes_after_it_was_asked_for_ends_nothing() -> None:
+    gate, tables = Gate(), Slots(LIMITS, VOCAB, torch.device("cpu"))
+
+    def step(plan: StepPlan) -> None:
+        gate(plan)
+        tables.apply(plan)
+
+    bias = {1: 0.5}
+    with running(on_step=step) as (engine, _):
+        tickets = [ask(engine, [1]), ask(engine, [2], logit_bias=bias)]
+        bias.update(dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0))
+        gate.open()
+        assert [outcome(ticket) for ticket in tickets] == [expected(ticket) for ticket in tickets]
 
 
 def test_what_needs_the_text_of_an_answer_is_refused_without_it() -> None:
