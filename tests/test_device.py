@@ -18,6 +18,7 @@ from fastgraph.config import EngineConfig, SamplingParams
 from fastgraph.control.plan import NULL_SLOT, Admission, Limits, PrefillSpan, StepPlan
 from fastgraph.control.scheduler import Scheduler
 from fastgraph.control.states import Request
+from fastgraph.device import builder
 from fastgraph.device.builder import build_device
 from fastgraph.device.handle import DeviceHandle
 from fastgraph.device.ladder import CaptureLadder, rungs, token_rungs
@@ -187,6 +188,14 @@ def test_options_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build(reference[1], compile="off", **options)
+
+
+def test_page_tables_have_no_more_numbers_than_an_int32_counts(
+    reference: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "_host_memory", lambda: 2**60)
+    with pytest.raises(ConfigError, match="max_decode_bs 16777216 times max_model_len 128 is more than page tables"):
+        build(reference[1], compile="off", page_size=1, max_decode_bs=2**24)
 
 
 def test_cuda_without_a_gpu_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

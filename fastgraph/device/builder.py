@@ -16,7 +16,7 @@ from fastgraph.device.compiler import CompiledStep, Mode
 from fastgraph.device.executor import Executor
 from fastgraph.device.handle import DeviceHandle
 from fastgraph.device.metadata import StepMetadata
-from fastgraph.device.slots import Slots
+from fastgraph.device.slots import TABLE_WIDTH, Slots
 from fastgraph.errors import ConfigError
 from fastgraph.kernels import registry, serving
 from fastgraph.kernels.autotune import tune
@@ -190,6 +190,11 @@ def _limits(config: EngineConfig, shape: Any, vocab: int, device: torch.device) 
         raise ConfigError(
             f"max_decode_bs {slots} takes {tables / 1e9:.0f} GB for what is known of each request: more than this "
             f"machine has"
+        )
+    if (slots + 1) * (-(-asked // size) + TABLE_WIDTH) >= 2**31:  # a place in the slots' tables is an int32
+        raise ConfigError(
+            f"max_decode_bs {slots} times max_model_len {asked} is more than page tables can hold with page_size "
+            f"{size}: ask for less of them, or for larger pages"
         )
     window = getattr(shape, "lookback", 0)  # which the models have whose layers all look back the same window
     pages, together = slots * -(-asked // size), settle_multi_step(config, device)

@@ -23,6 +23,7 @@ INTS = (
 )
 FIELDS = {name: row for row, name in enumerate(FLOATS + INTS)}
 _ALIGN = 64  # numbers, to a multiple of which a table begins
+TABLE_WIDTH = len(FIELDS) + MAX_STOP_IDS + _ALIGN  # numbers of a slot beside its pages, at most
 
 
 class SlotState(NamedTuple):
