@@ -221,9 +221,11 @@ def _fit_pages(config: EngineConfig, limits: Limits, taken: int, page_bytes: int
     if max_model_len < 2:
         raise ConfigError("there is no memory left for keys and values: ask for a smaller model or dtype, or kv_pages")
     if config.max_model_len and max_model_len < config.max_model_len:
+        needed = -(-(config.max_model_len - 1) // limits.page_size)
+        more = f"{needed} kv_pages" if config.kv_pages else "a smaller model"
         raise ConfigError(
             f"max_model_len {config.max_model_len} does not fit: {pages} pages are there, for {max_model_len} tokens "
-            f"at most. Ask for less of it, or for {-(-(config.max_model_len - 1) // limits.page_size)} kv_pages"
+            f"at most. Ask for less of it, or for {more}"
         )
     if config.host_kv_gb is not None and config.host_kv_gb * 1e9 > _host_memory():
         raise ConfigError(f"host_kv_gb {config.host_kv_gb:g} is more than this machine has, {_host_memory() / 1e9:.0f}")
