@@ -19,10 +19,11 @@ class TextStream:
     stopped: bool  # a stop string was found; it and all that follows is cut
     kept: int  # tokens taken in, up to and with the one that completed the stop string
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
         self.stopped = False
         self.kept = 0
         self._tokenizer = tokenizer
+        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._leading = tokenizer.leading
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._searches = [_Search(text) for text in stop]
@@ -41,7 +42,7 @@ class TextStream:
             if self.stopped:
                 break
             self.kept += 1
-            if number in self._tokenizer.special_ids:
+            if number in self._skip:
                 continue
             data = self._tokenizer.token_bytes(number)
             if self._leading and data:

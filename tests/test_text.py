@@ -50,14 +50,18 @@ def run(stream: TextStream, ids: Sequence[int], sizes: Sequence[int]) -> list[st
     return [*pieces, stream.finish()]
 
 
-def expected(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> tuple[str, bool, int]:
+def expected(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str], skip: bool = True) -> tuple[str, bool, int]:
     """By brute force: text, whether it was stopped, tokens needed for that."""
-    text = tokenizer.decode(ids)
+    text = tokenizer.decode(ids, skip_special_tokens=skip)
     for end in range(1, len(text) + 1):
         ending = [s for s in stop if text[:end].endswith(s)]
         if ending:
             start = end - max(map(len, ending))
-            needed = next(n for n in range(1, len(ids) + 1) if any(s in tokenizer.decode(ids[:n]) for s in ending))
+            needed = next(
+                n
+                for n in range(1, len(ids) + 1)
+                if any(s in tokenizer.decode(ids[:n], skip_special_tokens=skip) for s in ending)
+            )
             return text[:start], True, needed
     return text, False, len(ids)
 
@@ -67,9 +71,10 @@ def expected(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> t
 def test_random_ids_stream_to_what_they_decode_to(smollm: Tokenizer, spm: Tokenizer, data: Any) -> None:
     tokenizer = data.draw(st.sampled_from([smollm, spm]))
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
-    stream = TextStream(tokenizer)
+    skip = data.draw(st.booleans())
+    stream = TextStream(tokenizer, skip_special_tokens=skip)
     pieces = run(stream, ids, data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
-    assert "".join(pieces) == stream.text == tokenizer.decode(ids)
+    assert "".join(pieces) == stream.text == tokenizer.decode(ids, skip_special_tokens=skip)
     assert (stream.stopped, stream.kept) == (False, len(ids))
 
 
@@ -163,9 +168,12 @@ def test_overlapping_beginnings_of_a_stop_string(smollm: Tokenizer) -> None:
     assert "".join(run(stream, letters, [1])) == "a"
 
 
-def test_special_tokens_are_left_out(smollm: Tokenizer) -> None:
+def test_special_tokens_are_left_out_unless_asked_for(smollm: Tokenizer) -> None:
     ids = smollm.encode("<|im_start|>user\nhi<|im_end|>")
     assert "".join(run(TextStream(smollm), ids, [1])) == "user\nhi"
+    assert "".join(run(TextStream(smollm, skip_special_tokens=False), ids, [1])) == "<|im_start|>user\nhi<|im_end|>"
+    stream = TextStream(smollm, ["<|im_end|>"], skip_special_tokens=False)
+    assert "".join(run(stream, ids, [1])) == "<|im_start|>user\nhi"
 
 
 def test_the_front_of_the_engine_needs_no_torch_for_text() -> None:
