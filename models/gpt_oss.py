@@ -45,8 +45,8 @@ class Config:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
         """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
-        ops.require(raw, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-        ops.require(raw, "num_local_experts", "num_experts_per_tok")
+        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+        ops.require(raw, *sizes, "num_local_experts", "num_experts_per_tok")
         experts, top_k = raw["num_local_experts"], raw["num_experts_per_tok"]
         heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads", 8) or raw["num_attention_heads"]
         window, layers = raw.get("sliding_window", 128) or 0, raw["num_hidden_layers"]

@@ -42,12 +42,10 @@ class Config:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Config:
         """Read a config.json. Raises `ModelError` for what is missing or would change the computation unsupported."""
-        raw = {
-            **raw,
-            "num_experts": raw.get("num_experts") or raw.get("num_local_experts"),
-        }  # as transformers 5 calls it
-        ops.require(raw, "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-        ops.require(raw, "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+        # transformers 5 calls it num_local_experts.
+        raw = {**raw, "num_experts": raw.get("num_experts") or raw.get("num_local_experts")}
+        sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+        ops.require(raw, *sizes, "moe_intermediate_size", "num_experts_per_tok", "num_experts")
         experts: int = raw["num_experts"]
         heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
         refused = {
