@@ -5,6 +5,7 @@ It is opaque because the kernel depends on the real batch: decode steps have one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,12 @@ class Pages(NamedTuple):
     token_slots: Tensor  # [tokens] int32
 
 
+def _grouped(rest: Sequence[Any]) -> tuple[Turn, Pages, Sequence[Any]]:
+    """The op's arguments after q, k and v, as the schema has them; the last are scale, window and sinks."""
+    begin, end = len(Turn._fields), len(Turn._fields) + len(Pages._fields)
+    return Turn(*rest[:begin]), Pages(*rest[begin:end]), rest[end:]
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """Norm and rotate q and k, write k and v into the pages, attend causally over all that each row has there.
 
@@ -62,8 +69,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     `window - 1` before it. sinks: [heads] or None, a logit that takes part in each softmax and whose share is lost
     (arXiv:2309.17453). Returns [tokens, heads, head_dim].
     """
-    turn, pages = Turn(*rest[:5]), Pages(*rest[5:13])
-    scale, window, sinks = rest[13:]
+    turn, pages, (scale, window, sinks) = _grouped(rest)
     op = "decode_attention" if len(q) == len(pages.slots) else "prefill_attention"  # one token a row, or chunks too
     kernel = serving.kernels(q.device.type)[op]
     return kernel(q, k, v, turn, pages, scale, window, *(() if sinks is None else (sinks,)))
@@ -74,6 +80,6 @@ _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("fastgraph::attention", lib=_LIBRARY)
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    turn, (window, sinks) = Turn(*rest[:5]), rest[-2:]
+    turn, _, (_, window, sinks) = _grouped(rest)
     serving.ask(rope=turn.cos is not None, norms=turn.q_norm is not None, window=window > 0, sinks=sinks is not None)
     return torch.empty_like(q, memory_format=torch.contiguous_format)
